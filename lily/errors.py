@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that Lily raises on purpose.
+
+A message says what was seen, what is allowed, and what to do; the command line prints it without a traceback.
+"""
+
+
+class LilyError(Exception):
+    """Base class of all of Lily's errors."""
+
+
+class CheckpointError(LilyError):
+    """A checkpoint is missing, incomplete, damaged or of a kind Lily does not run."""
+
+
+class ContextLengthError(LilyError):
+    """A prompt does not fit into the context; the message holds both token counts."""
+
+
+class InvalidRequestError(LilyError):
+    """An argument of a request is outside of what is allowed."""
+
+
+class DeviceError(LilyError):
+    """A device cannot be opened, ran out of memory, or reported a failed submission."""

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: where things are, reproducible hypothesis, and the number of skipped tests.
+
+Not handled: data for single tests; it lies with them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples on every machine: a failure seen once is seen by everyone.
+settings.register_profile("lily", derandomize=True, database=None, deadline=None)
+settings.load_profile("lily")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def real_metadata() -> Path:
+    """The folder with the real model's metadata and tokenizer (README, "Tests")."""
+    folder = os.environ.get("LILY_TEST_DATA")
+    if not folder:
+        pytest.skip("LILY_TEST_DATA is not set: it names the folder with the real model's metadata and tokenizer")
+    path = Path(folder)
+    missing = [
+        name for name in ("config.json", "model.safetensors.index.json", "tokenizer") if not (path / name).exists()
+    ]
+    assert not missing, f"LILY_TEST_DATA={folder} lacks {', '.join(missing)}"
+    return path
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name every reason for which tests were skipped, and how many there were, none included."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons: dict[str, int] = {}
+    for report in skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason] = reasons.get(reason, 0) + 1
+    terminalreporter.section("skipped tests")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count} × {reason.removeprefix('Skipped: ')}")
+    terminalreporter.line(f"skipped: {len(skipped)}")

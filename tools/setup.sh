@@ -1,0 +1,76 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Creates a virtual environment and installs a lock file into it.  Whatever the machine lacks is named in one line,
+# with the command that fixes it.  Usage, from the root of the checkout: sh tools/setup.sh VENV LOCK [PYTHON]
+# PYTHON: the interpreter; without it the newest of python3.14 ... python3.11 and python3 that runs.
+set -eu
+
+venv=$1
+lock=$2
+python=${3:-}
+
+# fail PROBLEM APT-PACKAGES OTHER-PACKAGES HOMEBREW-FORMULA
+fail() {
+    if [ "$(uname)" = Darwin ]; then
+        echo "lily: $1; fix: brew install $4" >&2
+    elif command -v apt-get >/dev/null; then
+        echo "lily: $1; fix: sudo apt-get install $2" >&2
+    elif command -v dnf >/dev/null; then
+        echo "lily: $1; fix: sudo dnf install $3" >&2
+    else
+        echo "lily: $1; fix: install $3 with your package manager" >&2
+    fi
+    exit 1
+}
+
+new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+if [ "$(uname)" = Darwin ] && ! xcode-select -p >/dev/null 2>&1; then
+    echo "lily: Apple's command-line tools are missing; fix: xcode-select --install" >&2
+    exit 1
+fi
+
+if [ -n "$python" ]; then
+    new_enough "$python" || fail "PYTHON=$python is not a working Python 3.11 or newer" \
+        "python3 python3-venv python3-dev" python3 python3
+else
+    # A name on the path may be a shim of a version manager that does not run.
+    for name in python3.14 python3.13 python3.12 python3.11 python3; do
+        if new_enough "$name"; then
+            python=$name
+            break
+        fi
+    done
+    [ -n "$python" ] || fail "no Python 3.11 or newer found" "python3 python3-venv python3-dev" python3 python3
+fi
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "the venv module of $python is missing" "python$version-venv" "python$version" "python@$version"
+"$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    fail "Python.h of $python is missing" "python$version-dev" "python$version-devel" "python@$version"
+
+compiler=${CC:-}
+for name in cc gcc clang; do
+    [ -n "$compiler" ] || ! command -v "$name" >/dev/null || compiler=$name
+done
+[ -n "$compiler" ] || fail "no C compiler found (cc, gcc, clang, \$CC)" "gcc libc6-dev" gcc gcc
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+echo '#include <stdio.h>
+int main(void) { return puts("") < 0; }' >"$work/a.c"
+# shellcheck disable=SC2086 # CC may hold options
+$compiler -o "$work/a" "$work/a.c" 2>/dev/null || fail "$compiler compiles no program" "gcc libc6-dev" gcc gcc
+
+have=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)
+if [ "$have" != "$version" ]; then
+    echo "lily: creating $venv with Python $version"
+    "$python" -m venv --clear "$venv"
+fi
+echo "lily: installing $lock"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$lock" || {
+    echo "lily: pip could not install $lock (its messages are above); is there a network? fix: make setup" >&2
+    exit 1
+}
