@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass of one token (batch 1): six levels a GDN layer, seven an attention layer.
+
+Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
+"""
+
+from __future__ import annotations
+
+from lily.plan.builder import Builder, groups
+from lily.plan.views import Plan, View
+from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
+
+
+def decode_plan(b: Builder) -> Plan:
+    """One token: ids.in[0] at step.in → its last hidden vector in ``hidden``, state.out and the KV cache."""
+    x = b.fixed("hidden")
+    embed(b, x)
+    for i, w in enumerate(b.weights.layers):
+        b.layer(i)
+        if isinstance(w, AttentionWeights):
+            attention(b, i, w, x)
+        else:
+            gdn(b, i, w, x)
+        moe(b, w.moe, x)
+    return b.finish("decode")
+
+
+def embed(b: Builder, x: View) -> None:
+    table = b.weights.embed
+    row = table.view.nbytes // table.n
+    b.dispatch(
+        "embed", (b.rows,), 256, step=b.fixed("step.in"), ids=b.fixed("ids.in").using(4 * b.rows),
+        table=table.view.using(row * b.rows), x=x, params={"hidden": b.config.hidden_size, "vocab": table.n},
+        constants=table.constants,
+    )  # fmt: skip
+
+
+def norm_projection(b: Builder, x: View, norm: Dense, segments: tuple[Matrix, ...], y: View, *, f32: bool = False) -> None:
+    """y = W·rmsnorm(x): one dispatch, or one per segment of differing quantisation, on the same level."""
+    size = 4 if f32 else b.act_bytes
+    for w in segments:
+        b.dispatch(
+            "gemv_norm_f32" if f32 else "gemv_norm", (groups(w.n, b.policy.gemv_rows),), b.policy.gemv_threads,
+            label=w.parts[0].module.split(".")[-1], x=x, norm=norm, w=w, y=y.part(w.column * size, w.n * size),
+            params={"n": w.n, "k": w.k, "eps": b.config.rms_norm_eps, "rows_per_group": b.policy.gemv_rows},
+            constants=w.constants,
+        )  # fmt: skip
+
+
+def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
+    c = b.config
+    pitch = c.conv_dim + c.value_dim + 2 * c.linear_num_value_heads
+    proj, y = b.act("proj", pitch), b.act("mixed", c.value_dim)
+    (conv_in, s_in), (conv_out, s_out) = b.state.views(layer, "in"), b.state.views(layer, "out")
+    norm_projection(b, x, w.norm, w.in_proj, proj)
+    heads = {
+        "hk": c.linear_num_key_heads, "hv": c.linear_num_value_heads, "dk": c.linear_key_head_dim,
+        "dv": c.linear_value_head_dim,
+    }  # fmt: skip
+    b.dispatch(
+        "gdn_step", (c.linear_num_value_heads,), 1024, proj=proj, conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
+        norm=w.head_norm, conv_in=conv_in, conv_out=conv_out, s_in=s_in, s_out=s_out, y=y,
+        params={"pitch": pitch, "eps": c.rms_norm_eps}, constants={**heads, "taps": c.conv_kernel},
+    )  # fmt: skip
+    b.dispatch(
+        "gemv_residual", (groups(c.hidden_size, b.policy.gemv_rows),), b.policy.gemv_threads, label="out_proj",
+        y=y, w=w.out_proj, x=x,
+        params={"n": c.hidden_size, "k": c.value_dim, "rows_per_group": b.policy.gemv_rows},
+        constants=w.out_proj.constants,
+    )  # fmt: skip
+
+
+def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
+    c, p = b.config, b.policy
+    hq, hkv, d = c.num_heads, c.num_kv_heads, c.head_dim
+    pitch = 2 * hq * d + 2 * hkv * d
+    piece, fixed = p.piece(b.capacity, d, hq // hkv)
+    pieces, used = groups(b.capacity, piece), groups(b.context, piece)
+    proj, o = b.act("proj_attention", pitch), b.act("attended", hq * d)
+    part_o = b.f32("part_o", pieces, hq, d).using(used * hq * d * 4)
+    part_ml = b.f32("part_ml", pieces, hq, 2).using(used * hq * 8)
+    norm_projection(b, x, w.norm, w.in_proj, proj)
+    k, v = b.kv(layer, "k"), b.kv(layer, "v")
+    b.dispatch(
+        "attn_decode", (pieces, hkv), 256, step=b.fixed("step.in"), proj=proj, q_norm=w.q_norm, k_norm=w.k_norm,
+        inv_freq=b.weights.inv_freq, k=k, v=v, part_o=part_o, part_ml=part_ml,
+        params={"pitch": pitch, "eps": c.rms_norm_eps, "piece": piece},
+        constants={"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim, "pack": min(p.pack, hq // hkv), "fixed": fixed},
+    )  # fmt: skip
+    b.dispatch(
+        "attn_combine", (hq,), d, step=b.fixed("step.in"), part_o=part_o, part_ml=part_ml, o=o,
+        params={"piece": piece}, constants={"hq": hq, "dim": d},
+    )  # fmt: skip
+    b.dispatch(
+        "gemv_gated_residual", (groups(c.hidden_size, p.gemv_rows),), p.gemv_threads, label="o_proj",
+        o=o, proj=proj, w=w.out_proj, x=x,
+        params={"n": c.hidden_size, "k": hq * d, "dim": d, "rows_per_group": p.gemv_rows},
+        constants=w.out_proj.constants,
+    )  # fmt: skip
+
+
+def moe(b: Builder, w: MoeWeights, x: View) -> None:
+    c, p = b.config, b.policy
+    h, n, ns, e, a = (
+        c.hidden_size, c.moe_intermediate_size, c.shared_intermediate_size, c.num_experts, c.experts_per_token
+    )  # fmt: skip
+    logits, shared = b.f32("router", e + 1), b.act("shared", ns)
+    act, ids, weights = b.act("expert_act", a, n), b.i32("ids", a), b.f32("weights", a)
+    norm_projection(b, x, w.norm, w.router, logits, f32=True)
+    b.dispatch(
+        "gemv_norm_swiglu", (groups(ns, p.gemv_rows),), p.gemv_threads, label="shared_gate_up",
+        x=x, norm=w.norm, w=w.shared_gate_up, y=shared,
+        params={"n": ns, "k": h, "eps": c.rms_norm_eps, "rows_per_group": p.gemv_rows},
+        constants=w.shared_gate_up.constants,
+    )  # fmt: skip
+    b.dispatch(
+        "moe_gate_up", (groups(n, p.moe_rows), a), p.gemv_threads,
+        x=x, norm=w.norm, logits=logits, w=w.gate_up.view.using(a * w.gate_up.expert_bytes),
+        act=act, ids=ids, weights=weights,
+        params={
+            "n": n, "k": h, "eps": c.rms_norm_eps, "experts": e, "active": a, "renorm": c.norm_topk_prob,
+            "rows_per_group": p.moe_rows,
+        },
+        constants=w.gate_up.constants,
+    )  # fmt: skip
+    down, shared_down = w.down.constants, w.shared_down.constants
+    b.dispatch(
+        "moe_down", (groups(h, p.moe_rows),), p.gemv_threads,
+        act=act, ids=ids, weights=weights, logits=logits, w=w.down.view.using(a * w.down.expert_bytes),
+        shared=shared, w_shared=w.shared_down, x=x,
+        params={"n": h, "k": n, "ks": ns, "experts": e, "active": a, "rows_per_group": p.moe_rows},
+        constants={**down, "shared_bits": shared_down["bits"], "shared_group": shared_down["group"]},
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and places of everything that is not a weight: state slots, KV cache, step inputs, sampler memory.
+
+Recurrent and convolution state live in two slots, A and B: a step reads one and writes the other, so that the slot
+before the last step is intact (rule 1 of the design).  Plans name the slots ``state.in`` and ``state.out`` (likewise
+``step`` and ``ids``); binding decides which is A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lily.config import FULL_ATTENTION, ModelConfig
+from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS, OUTPUT_RING, STRUCTS
+from lily.plan.views import View
+from lily.policy import Policy
+from lily.weights_map import WeightsMap, align
+
+ACT_BYTES = {"f32": 4, "bf16": 2}
+SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B
+
+
+def struct_bytes(name: str) -> int:
+    """Bytes of a structure of the kernel table; every field is 4 bytes wide."""
+    total = 0
+    for f in STRUCTS[name]:
+        count = int(f[f.index("[") + 1 : -1]) if "[" in f else 1
+        total += 4 * count
+    return total
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Places of a GDN layer's convolution rows and recurrent state inside a state slot."""
+
+    conv: dict[int, tuple[int, int]]  # layer -> (offset, bytes)
+    recurrent: dict[int, tuple[int, int]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, policy: Policy) -> StateLayout:
+        conv_bytes = (config.conv_kernel - 1) * config.conv_dim * ACT_BYTES[policy.act]
+        s_bytes = (
+            config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
+        )
+        conv, recurrent, at = {}, {}, 0
+        for i, kind in enumerate(config.layer_types):
+            if kind != FULL_ATTENTION:
+                conv[i] = (at, conv_bytes)
+                at = align(at + conv_bytes)
+                recurrent[i] = (at, s_bytes)
+                at = align(at + s_bytes)
+        return cls(conv, recurrent, at)
+
+    def views(self, layer: int, slot: str) -> tuple[View, View]:
+        """(conv, recurrent) of ``layer`` in ``slot``: in or out."""
+        return tuple(View(f"state.{slot}", *place[layer]) for place in (self.conv, self.recurrent))  # type: ignore[return-value]
+
+
+def kv_layers(config: ModelConfig) -> list[int]:
+    """Layers with a KV cache."""
+    return [i for i, kind in enumerate(config.layer_types) if kind == FULL_ATTENTION]
+
+
+def kv_row_bytes(config: ModelConfig) -> int:
+    """Bytes that one token adds to the K cache, or to the V cache, of one layer (bf16)."""
+    return config.num_kv_heads * config.head_dim * 2
+
+
+def kv_token_bytes(config: ModelConfig) -> int:
+    """Bytes that one token adds over all layers, K and V."""
+    return 2 * kv_row_bytes(config) * len(kv_layers(config))
+
+
+def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str, int]:
+    """Bytes of the small buffers of a sequence; ``capacity`` is that of the KV cache in tokens."""
+    groups = -(-config.vocab_size // policy.sample_slice)
+    return {
+        "step.in": struct_bytes("Step"),
+        "step.out": struct_bytes("Step"),
+        "ids.in": policy.buckets[-1] * 4,
+        "ids.out": policy.buckets[-1] * 4,
+        "request": struct_bytes("Request"),
+        "outputs": struct_bytes("Output") * OUTPUT_RING,
+        "bias.ids": MAX_BIAS * 4,
+        "bias.values": MAX_BIAS * 4,
+        "history": (capacity + OUTPUT_RING) * 4,
+        "counts": config.vocab_size * 4,
+        "hidden": config.hidden_size * ACT_BYTES[policy.act],
+        "logits": config.vocab_size * 4,
+        "sampler": align(config.vocab_size * 4) + align(groups * 16) + align(groups * 8) + align(groups * 4)
+        + align(8) + 2 * align(MAX_TOP_LOGPROBS * 4),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemorySum:
+    """What an engine needs on its device, in bytes; ``lily info`` prints it."""
+
+    weights: int
+    state: int  # both slots
+    kv_per_token: int
+    kv: int
+    scratch: int
+    snapshots: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.state + self.kv + self.scratch + self.snapshots
+
+
+def memory_sum(
+    config: ModelConfig, policy: Policy, weights: WeightsMap, *, capacity: int, scratch: int, snapshots: int = 0
+) -> MemorySum:
+    """The sum for a KV cache of ``capacity`` tokens; ``scratch`` is the largest of the plans'."""
+    state = StateLayout.of(config, policy).nbytes
+    per_token = kv_token_bytes(config)
+    small = sum(step_buffers(config, policy, capacity).values())
+    return MemorySum(weights.nbytes, 2 * state, per_token, per_token * capacity, scratch + small, snapshots * state)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass of a prompt chunk: up to ``Builder.rows`` rows, of which Step.rows are real.
+
+Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
+"""
+
+from __future__ import annotations
+
+from lily.plan.builder import Builder, groups
+from lily.plan.decode import embed
+from lily.plan.views import Plan, View
+from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
+
+
+def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
+    """A chunk: ids.in at step.in → state.out, the KV cache, and the last row in ``hidden``.
+
+    With ``score_top`` every row's log-probability of ``targets`` and its ``score_top`` best ids follow
+    (buffers ``score.logprobs``, ``score.ids``, ``score.values``, ``score.flags``).
+    """
+    x = b.act("x", b.rows, b.config.hidden_size)
+    embed(b, x)
+    for i, w in enumerate(b.weights.layers):
+        b.layer(i)
+        if isinstance(w, AttentionWeights):
+            attention(b, i, w, x)
+        else:
+            gdn(b, i, w, x)
+        moe(b, w.moe, x)
+    if score_top is not None:
+        score(b, x, score_top)
+        return b.finish(f"score-{b.rows}")
+    b.dispatch(
+        "last_row", (1,), 256, step=b.fixed("step.in"), x=x, y=b.fixed("hidden"),
+        params={"hidden": b.config.hidden_size},
+    )  # fmt: skip
+    return b.finish(f"prefill-{b.rows}")
+
+
+def norm_rows(b: Builder, x: View, norm: Dense, name: str) -> View:
+    """rmsnorm of every row."""
+    h = b.act(name, b.rows, b.config.hidden_size)
+    b.dispatch(
+        "rmsnorm", (b.rows,), 256, step=b.fixed("step.in"), x=x, norm=norm, y=h,
+        params={"k": b.config.hidden_size, "eps": b.config.rms_norm_eps},
+    )  # fmt: skip
+    return h
+
+
+def project(b: Builder, x: View, segments: tuple[Matrix, ...], y: View, pitch: int) -> None:
+    """Rows of ``y`` = stacked projections of rows of ``x``."""
+    p = b.policy
+    for w in segments:
+        b.dispatch(
+            "gemm", (groups(w.n, p.tile_n), groups(b.rows, p.tile_m)), 128, label=w.parts[0].module.split(".")[-1],
+            step=b.fixed("step.in"), x=x, w=w, y=y,
+            params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "tile_m": p.tile_m, "tile_n": p.tile_n},
+            constants=w.constants,
+        )  # fmt: skip
+
+
+def project_f32(b: Builder, x: View, w: Matrix, y: View, pitch: int, *, first: int = 0, limit: int | None = None) -> None:
+    """As ``project`` with float32 results, for rows [first, first+limit)."""
+    p, limit = b.policy, b.rows if limit is None else limit
+    b.dispatch(
+        "gemm_f32", (groups(w.n, p.tile_n), groups(limit, p.tile_m)), 128, label=w.parts[0].module.split(".")[-1],
+        step=b.fixed("step.in"), x=x, w=w, y=y,
+        params={
+            "n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "first": first, "limit": limit,
+            "tile_m": p.tile_m, "tile_n": p.tile_n,
+        },
+        constants=w.constants,
+    )  # fmt: skip
+
+
+def project_residual(b: Builder, y: View, w: Matrix, x: View) -> None:
+    """Rows of ``x`` += W · rows of ``y``."""
+    p = b.policy
+    b.dispatch(
+        "gemm_residual", (groups(w.n, p.tile_n), groups(b.rows, p.tile_m)), 128,
+        label=w.parts[0].module.split(".")[-1], step=b.fixed("step.in"), y=y, w=w, x=x,
+        params={"n": w.n, "k": w.k, "tile_m": p.tile_m, "tile_n": p.tile_n}, constants=w.constants,
+    )  # fmt: skip
+
+
+def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
+    c, m, step = b.config, b.rows, b.fixed("step.in")
+    hk, hv, dk, dv = (
+        c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    )  # fmt: skip
+    pitch = c.conv_dim + c.value_dim + 2 * hv
+    proj, o, y = b.act("proj", m, pitch), b.act("scan", m, hv, dv), b.act("mixed", m, c.value_dim)
+    q, k, v = b.act("q", m, hk, dk), b.act("k", m, hk, dk), b.act("v", m, hv, dv)
+    gate, beta = b.f32("gate", m, hv), b.f32("beta", m, hv)
+    (conv_in, s_in), (conv_out, s_out) = b.state.views(layer, "in"), b.state.views(layer, "out")
+    heads = {"hk": hk, "hv": hv, "dk": dk, "dv": dv}
+    project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
+    b.dispatch(
+        "gdn_conv", (hk, m), 256, step=step, proj=proj, conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
+        conv_in=conv_in, conv_out=conv_out, q=q, k=k, v=v, gate=gate, beta=beta,
+        params={"pitch": pitch}, constants={**heads, "taps": c.conv_kernel},
+    )  # fmt: skip
+    b.dispatch(
+        "gdn_scan", (hv,), 1024, step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
+        constants=heads,
+    )  # fmt: skip
+    b.dispatch(
+        "gdn_gate", (m,), 256, step=step, o=o, proj=proj, norm=w.head_norm, y=y,
+        params={"pitch": pitch, "eps": c.rms_norm_eps}, constants=heads,
+    )  # fmt: skip
+    project_residual(b, y, w.out_proj, x)
+
+
+def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
+    c, p, m, step = b.config, b.policy, b.rows, b.fixed("step.in")
+    hq, hkv, d = c.num_heads, c.num_kv_heads, c.head_dim
+    pitch = 2 * hq * d + 2 * hkv * d
+    piece, _ = p.piece(b.capacity, d, hq // hkv)
+    proj, q, o = b.act("proj_attention", m, pitch), b.act("q_attention", m, hq, d), b.act("attended", m, hq * d)
+    k, v = b.kv(layer, "k"), b.kv(layer, "v")
+    project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
+    b.dispatch(
+        "attn_prep", (m,), 256, step=step, proj=proj, q_norm=w.q_norm, k_norm=w.k_norm, inv_freq=b.weights.inv_freq,
+        q=q, k=k, v=v, params={"pitch": pitch, "eps": c.rms_norm_eps},
+        constants={"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim},
+    )  # fmt: skip
+    b.dispatch(
+        "attn_prefill", (groups(m, p.attention_rows), hkv), 256, step=step, q=q, proj=proj, k=k, v=v, o=o,
+        params={"pitch": pitch, "piece": piece, "tile_m": p.attention_rows}, constants={"hq": hq, "hkv": hkv, "dim": d},
+    )  # fmt: skip
+    project_residual(b, o, w.out_proj, x)
+
+
+def moe(b: Builder, w: MoeWeights, x: View) -> None:
+    c, p, m, step = b.config, b.policy, b.rows, b.fixed("step.in")
+    h, n, ns, e, a = (
+        c.hidden_size, c.moe_intermediate_size, c.shared_intermediate_size, c.num_experts, c.experts_per_token
+    )  # fmt: skip
+    tile = p.moe_tile(m, e, a)
+    # Each expert that is hit may leave one tile partly filled.
+    blocks = groups(m * a, tile) + min(e, m * a)
+    hit = min(e, m * a)
+    normed = norm_rows(b, x, w.norm, "normed")
+    logits, ids, weights = b.f32("router", m, e + 1), b.i32("ids", m, a), b.f32("weights", m, a)
+    offsets, order, block_map = b.i32("offsets", e + 1), b.i32("order", m * a), b.i32("blocks", blocks, 2)
+    shared_act, shared = b.act("shared_act", m, ns), b.act("shared", m, h)
+    act, y = b.act("expert_act", m * a, n), b.act("expert_out", m * a, h)
+    for router in w.router:
+        project_f32(b, normed, router, logits, e + 1)
+    b.dispatch(
+        "gemm_swiglu", (groups(ns, p.tile_n), groups(m, p.tile_m)), 128, label="shared_gate_up",
+        step=step, x=normed, w=w.shared_gate_up, y=shared_act,
+        params={"n": ns, "k": h, "tile_m": p.tile_m, "tile_n": p.tile_n}, constants=w.shared_gate_up.constants,
+    )  # fmt: skip
+    b.dispatch(
+        "route_topk", (m,), 256, step=step, logits=logits, ids=ids, weights=weights,
+        params={"experts": e, "active": a, "renorm": c.norm_topk_prob},
+    )  # fmt: skip
+    project(b, shared_act, (w.shared_down,), shared, h)
+    b.dispatch(
+        "route_group", (1,), 1024, step=step, ids=ids, offsets=offsets, order=order, blocks=block_map,
+        params={"experts": e, "active": a, "tile_m": tile, "max_blocks": blocks},
+    )  # fmt: skip
+    routed = {"step": step, "offsets": offsets, "order": order, "blocks": block_map}
+    sizes = {"experts": e, "active": a, "tile_m": tile, "tile_n": p.tile_n}
+    b.dispatch(
+        "moe_gemm_gate_up", (groups(n, p.tile_n), blocks), 128, x=normed, y=act, **routed,
+        w=w.gate_up.view.using(hit * w.gate_up.expert_bytes), params={"n": n, "k": h, **sizes},
+        constants=w.gate_up.constants,
+    )  # fmt: skip
+    b.dispatch(
+        "moe_gemm_down", (groups(h, p.tile_n), blocks), 128, x=act, y=y, **routed,
+        w=w.down.view.using(hit * w.down.expert_bytes), params={"n": h, "k": n, **sizes},
+        constants=w.down.constants,
+    )  # fmt: skip
+    b.dispatch(
+        "moe_combine", (m,), 256, step=step, y=y, weights=weights, logits=logits, shared=shared, x=x,
+        params={"hidden": h, "experts": e, "active": a},
+    )  # fmt: skip
+
+
+def score(b: Builder, x: View, top: int) -> None:
+    """Log-probabilities of every row's target, ``Policy.score_rows`` rows of logits at a time."""
+    v, limit = b.config.vocab_size, min(b.policy.score_rows, b.rows)
+    normed = norm_rows(b, x, b.weights.norm, "normed")
+    logits = b.f32("score_logits", limit, v)
+    results = {
+        "target": View("score.targets", 0, b.rows * 4), "logprobs": View("score.logprobs", 0, b.rows * 4),
+        "top_ids": View("score.ids", 0, max(b.rows * top, 4) * 4),
+        "top_logprobs": View("score.values", 0, max(b.rows * top, 4) * 4), "flags": View("score.flags", 0, b.rows * 4),
+    }  # fmt: skip
+    for first in range(0, b.rows, limit):
+        project_f32(b, normed, b.weights.head, logits, v, first=first, limit=limit)
+        b.dispatch(
+            "score_rows", (limit,), 256, step=b.fixed("step.in"), request=b.fixed("request"), logits=logits, **results,
+            params={"count": v, "top": top, "first": first, "limit": limit},
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every threshold and tile size, per device: shape and device → kernel, tile, layout.
+
+Pure data and pure functions; nothing here opens a device.  A number that decides a route lives here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lily.errors import InvalidRequestError
+
+# Mechanisms that can be switched off by name (Engine(ablate=...), --ablate); what each replaces is in `plan --json`.
+ABLATIONS: dict[str, str] = {
+    "overlap": "a barrier before every dispatch instead of only where a later kernel needs an earlier result",
+    "handoff": "the host reads each token before it submits the next step",
+    "gdn-fusion": "convolution, recurrence and gated norm of a GDN layer as three kernels in decode",
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Choices for one device.
+
+    ``rows_invariant``: kernels give the same bits for any number of rows, so a state made by decode may serve another
+    request and chunk edges are free (rule 4 of the design).
+    """
+
+    device: str
+    act: str  # dtype of what crosses a kernel boundary: f32 or bf16
+    layout: str  # of quantised matrices: rows16 or rows (lily/weights.py)
+    row_block: int  # rows a matrix is padded to
+    rows_invariant: bool
+    gemv_rows: int  # outputs a group of a decode projection computes
+    gemv_threads: int
+    moe_rows: int  # outputs a group of a decode expert kernel computes
+    attention_piece: int  # positions one group of decode attention reads
+    long_context: int  # from here on the fixed-block layout of decode attention
+    long_piece: int
+    pack: int  # query heads that share one KV row load
+    tile_m: int  # rows of a dense GEMM tile
+    tile_n: int
+    moe_tiles: tuple[tuple[int, int], ...]  # (rows per expert from, tile rows), ascending
+    attention_rows: int  # query rows of a prefill attention tile
+    sample_slice: int  # logits one group of the sampler reads
+    chunk: int  # rows of a prefill chunk; chunk edges lie on multiples of it
+    buckets: tuple[int, ...]  # rows a prefill list is recorded for, ascending
+    kv_step: int  # the KV cache grows to multiples of this many tokens
+    score_rows: int  # rows of logits that `score` holds at once
+    ablate: frozenset[str] = frozenset()
+
+    def off(self, mechanism: str) -> bool:
+        """Whether ``mechanism`` was switched off by name."""
+        return mechanism in self.ablate
+
+    def bucket(self, rows: int) -> int:
+        """The smallest recorded row count that holds ``rows``."""
+        return next(b for b in self.buckets if b >= rows)
+
+    def moe_tile(self, rows: int, experts: int, active: int) -> int:
+        """Tile rows of the grouped GEMM, by the mean number of rows an expert gets."""
+        mean = rows * active / experts
+        return [tile for start, tile in self.moe_tiles if mean >= start][-1]
+
+    def piece(self, capacity: int, head_dim: int, heads_per_kv: int) -> tuple[int, bool]:
+        """(positions per piece, fixed-block layout?) of decode attention for a cache of ``capacity`` tokens."""
+        if capacity >= self.long_context and head_dim == 256 and heads_per_kv == 8:
+            return self.long_piece, True
+        return self.attention_piece, False
+
+    def kv_capacity(self, tokens: int) -> int:
+        """Tokens to reserve when ``tokens`` must fit: steps grow with the size, so that few copies are made."""
+        step = self.kv_step
+        while step * 8 < tokens:
+            step *= 2
+        return -(-tokens // step) * step
+
+
+_BUCKETS = (8, 32, 64, 128, 256, 512)
+
+POLICIES: dict[str, Policy] = {
+    "cpu": Policy(
+        device="cpu", act="f32", layout="rows16", row_block=16, rows_invariant=True,
+        gemv_rows=16, gemv_threads=1, moe_rows=16,
+        attention_piece=256, long_context=1 << 62, long_piece=256, pack=8,
+        tile_m=512, tile_n=16, moe_tiles=((0, 32),), attention_rows=8,
+        sample_slice=16384, chunk=512, buckets=_BUCKETS, kv_step=1024, score_rows=64,
+    ),
+    "metal": Policy(
+        device="metal", act="bf16", layout="rows", row_block=1, rows_invariant=False,
+        gemv_rows=8, gemv_threads=64, moe_rows=8,
+        attention_piece=256, long_context=32768, long_piece=1024, pack=4,
+        tile_m=32, tile_n=64, moe_tiles=((0, 16), (24, 32), (96, 64)), attention_rows=16,
+        sample_slice=4096, chunk=2048, buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
+    ),
+}  # fmt: skip
+POLICIES["cuda"] = replace(POLICIES["metal"], device="cuda")
+
+
+def policy_for(device: str, ablate: tuple[str, ...] | frozenset[str] = ()) -> Policy:
+    """The policy of ``device`` with some mechanisms switched off; InvalidRequestError for an unknown name."""
+    if device not in POLICIES:
+        raise InvalidRequestError(f"unknown device {device!r}; known: {', '.join(POLICIES)}")
+    for name in ablate:
+        if name not in ABLATIONS:
+            raise InvalidRequestError(f"unknown ablation {name!r}; known: {', '.join(ABLATIONS)}")
+    return replace(POLICIES[device], ablate=frozenset(ablate))
