@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lily: local inference for Qwen3.6-35B-A3B and its family.
+
+>>> import lily
+>>> with lily.Engine() as engine:
+...     print(engine.generate("Once upon a time", max_tokens=40, seed=1).text)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lily._version import __version__
+
+if TYPE_CHECKING:
+    from lily.engine import Completion, Engine, Score, StreamChunk, Timings, TokenLogprob
+    from lily.errors import CheckpointError, ContextLengthError, DeviceError, InvalidRequestError, LilyError
+    from lily.sampling import SamplingParams
+    from lily.session import Session
+
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "ContextLengthError",
+    "DeviceError",
+    "Engine",
+    "InvalidRequestError",
+    "LilyError",
+    "SamplingParams",
+    "Score",
+    "Session",
+    "StreamChunk",
+    "Timings",
+    "TokenLogprob",
+    "__version__",
+]
+
+# Loaded on first use: the command line answers --help and --version, and plans, without numpy, tokenizer and device.
+_HOMES = {
+    "lily.engine": ("Completion", "Engine", "Score", "StreamChunk", "Timings", "TokenLogprob"),
+    "lily.errors": ("CheckpointError", "ContextLengthError", "DeviceError", "InvalidRequestError", "LilyError"),
+    "lily.sampling": ("SamplingParams",),
+    "lily.session": ("Session",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

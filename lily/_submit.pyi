@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+
+class DecodePipeline:
+    in_flight: int
+    parity: int
+    failed: int
+    submitted: int
+    finished: int
+    def __init__(self, device: int, submit: int, wait: int, outputs: int, output_bytes: int, ring: int) -> None: ...
+    def begin(
+        self, lists_a: Sequence[int], lists_b: Sequence[int], parity: int, depth: int, base: int, limit: int
+    ) -> None: ...
+    def adopt(self, ticket: int) -> None: ...
+    def next(self) -> tuple[int, int, int, float] | None: ...
+    def drain(self) -> int: ...

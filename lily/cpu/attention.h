@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped-query attention: attn_decode, attn_decode_prepared, attn_combine (decode), attn_prep, attn_prefill (prefill).
+//
+// The queries of a tile (rows × the query heads of one KV head) walk over the cache in pieces, pieces in blocks of
+// ATTN_BLOCK positions.  A block is turned into float32 once for all queries: keys transposed, so that lanes are
+// positions and a score is a plain sum over the head's dims; values as they are, so that lanes are dims and an output is
+// a plain sum over positions.  No sum depends on which queries share a tile, so decode and prefill give the same bits.
+// Positions beyond a query's own are never part of a sum, whatever the cache holds there.
+//
+// head dim: a multiple of 16.  Not here: the projections, and the output gate in decode (matmul.h).
+#ifndef LILY_CPU_ATTENTION_H
+#define LILY_CPU_ATTENTION_H
+
+#include "cpu.h"
+#include "norm.h"
+#include "vec.h"
+
+#define ATTN_BLOCK 64
+
+// Register tiles: ATTN_QUERIES × ATTN_VECTORS sums.
+#if VL == 16
+#define ATTN_QUERIES 8
+#define ATTN_VECTORS 2
+#elif defined(__aarch64__)
+#define ATTN_QUERIES 4
+#define ATTN_VECTORS 4
+#else
+#define ATTN_QUERIES 4
+#define ATTN_VECTORS 2
+#endif
+#define ATTN_STRIP (ATTN_VECTORS * VL)
+
+typedef struct {
+    uint32_t queries;  // padded to whole panels of ATTN_QUERIES
+    uint32_t rep;      // query heads of a KV head; query i belongs to row i / rep
+    uint32_t dim;
+    uint32_t position; // of row 0
+    uint32_t last;     // position of the last row
+    float *q;          // [panel][dim][ATTN_QUERIES], scaled by 1/√dim
+    float *keys;       // [strip][dim][ATTN_STRIP] of one block
+    float *values;     // [dim / ATTN_STRIP][ATTN_BLOCK][ATTN_STRIP] of one block; a last strip may be narrower
+    float *weights;    // [ATTN_QUERIES][ATTN_BLOCK]
+    float *sum;        // [queries][dim], of the piece
+    float *max_total;  // [queries][2], of the piece: maximum and sum of exponentials
+} attn_tile;
+
+typedef struct {
+    const uint16_t *k, *v; // of one KV head
+    size_t stride;         // between positions
+} attn_cache;
+
+INLINE uint32_t attn_padded(uint32_t queries) { return (queries + ATTN_QUERIES - 1) / ATTN_QUERIES * ATTN_QUERIES; }
+
+INLINE size_t attn_tile_floats(uint32_t queries, uint32_t dim) {
+    size_t n = attn_padded(queries);
+    return 2 * n * dim + 2 * ATTN_BLOCK * (size_t)dim + ATTN_QUERIES * ATTN_BLOCK + (2 * n + 15) / 16 * 16;
+}
+
+// Divides `memory`, attn_tile_floats floats.
+INLINE void attn_tile_init(attn_tile *t, uint32_t queries, uint32_t rep, uint32_t dim, uint32_t position, float *memory) {
+    size_t n = attn_padded(queries);
+    *t = (attn_tile){.queries = (uint32_t)n, .rep = rep, .dim = dim, .position = position};
+    t->last = position + (queries - 1) / rep;
+    t->q = memory;
+    t->sum = t->q + n * dim;
+    t->keys = t->sum + n * dim;
+    t->values = t->keys + ATTN_BLOCK * (size_t)dim;
+    t->weights = t->values + ATTN_BLOCK * (size_t)dim;
+    t->max_total = t->weights + ATTN_QUERIES * ATTN_BLOCK;
+    memset(t->q, 0, n * dim * sizeof *t->q);
+}
+
+// Query i of the tile is x[dim].
+INLINE void attn_tile_query(const attn_tile *t, uint32_t i, const float *x) {
+    float *q = t->q + (size_t)(i / ATTN_QUERIES) * ATTN_QUERIES * t->dim + i % ATTN_QUERIES;
+    const float scale = 1.0f / sqrtf((float)t->dim);
+    for (uint32_t d = 0; d < t->dim; d++) q[d * ATTN_QUERIES] = x[d] * scale;
+}
+
+// ---- one block of positions -----------------------------------------------------------------------------------------
+
+// VL positions, two dims in a word: four words at a time are transposed and split.
+INLINE void attn_keys_group(const uint16_t *k, size_t stride, uint32_t dim, float *out) {
+    for (uint32_t d = 0; d < dim; d += 8) {
+        vu r[4];
+        UNROLL
+        for (int i = 0; i < 4; i++) r[i] = vu_gather4(k + i * stride + d, 4 * stride * sizeof *k);
+        vu_transpose4(r);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            vf_store(out + (d + 2 * i) * ATTN_STRIP, (vf)(r[i] << 16));
+            vf_store(out + (d + 2 * i + 1) * ATTN_STRIP, (vf)(r[i] & 0xffff0000));
+        }
+    }
+}
+
+// n positions from `first` on; `spare` is room for VL rows.  Lanes of the last group beyond n become 0.
+INLINE void attn_load_keys(const attn_tile *t, const attn_cache *c, size_t first, uint32_t n, uint16_t *spare) {
+    for (uint32_t i = 0; i < n; i += VL) {
+        const uint16_t *k = c->k + (first + i) * c->stride;
+        float *out = t->keys + (size_t)(i / ATTN_STRIP) * ATTN_STRIP * t->dim + i % ATTN_STRIP;
+        if (n - i >= VL) {
+            attn_keys_group(k, c->stride, t->dim, out);
+            continue;
+        }
+        memset(spare, 0, VL * t->dim * sizeof *spare);
+        for (uint32_t j = 0; j < n - i; j++) memcpy(spare + j * t->dim, k + j * c->stride, t->dim * sizeof *spare);
+        attn_keys_group(spare, t->dim, t->dim, out);
+    }
+}
+
+INLINE uint32_t attn_strip_width(uint32_t dim, uint32_t at) { return dim - at < ATTN_STRIP ? VL : ATTN_STRIP; }
+
+INLINE void attn_load_values(const attn_tile *t, const attn_cache *c, size_t first, uint32_t n) {
+    for (uint32_t j = 0; j < n; j++) {
+        const uint16_t *v = c->v + (first + j) * c->stride;
+        for (uint32_t at = 0, width; at < t->dim; at += width) {
+            width = attn_strip_width(t->dim, at);
+            for (uint32_t i = 0; i < width; i += VL)
+                vf_store(t->values + (size_t)at * ATTN_BLOCK + j * width + i, vf_load_bf16(v + at + i));
+        }
+    }
+}
+
+// Scores of one panel at one strip of positions.
+INLINE void attn_scores(const float *q, const float *keys, uint32_t dim, float *out) {
+    vf sum[ATTN_QUERIES][ATTN_VECTORS];
+    UNROLL
+    for (int a = 0; a < ATTN_QUERIES; a++) {
+        UNROLL
+        for (int i = 0; i < ATTN_VECTORS; i++) sum[a][i] = vf_set(0);
+    }
+    for (uint32_t d = 0; d < dim; d++, q += ATTN_QUERIES, keys += ATTN_STRIP) {
+        vf key[ATTN_VECTORS];
+        UNROLL
+        for (int i = 0; i < ATTN_VECTORS; i++) key[i] = vf_load(keys + i * VL);
+        UNROLL
+        for (int a = 0; a < ATTN_QUERIES; a++) {
+            vf x = vf_set(q[a]);
+            UNROLL
+            for (int i = 0; i < ATTN_VECTORS; i++) sum[a][i] = vf_fma(x, key[i], sum[a][i]);
+        }
+    }
+    UNROLL
+    for (int a = 0; a < ATTN_QUERIES; a++) {
+        UNROLL
+        for (int i = 0; i < ATTN_VECTORS; i++) vf_store(out + a * ATTN_BLOCK + i * VL, sum[a][i]);
+    }
+}
+
+// Turns a query's scores of `valid` positions into weights relative to the new maximum; what was summed up before has to
+// be multiplied by the result.
+INLINE float attn_softmax(float *s, uint32_t valid, float *max_total) {
+    lanes top = lanes_set(-INFINITY), total = lanes_set(0);
+    for (uint32_t i = 0; i < valid; i += LANES) {
+        UNROLL
+        for (int j = 0; j < LANES / VL; j++) {
+            vi inside = vi_iota() < vi_set((int32_t)(valid - i) - j * VL);
+            vf x = vf_select(inside, vf_load(s + i + j * VL), vf_set(-INFINITY));
+            vf_store(s + i + j * VL, x);
+            top.part[j] = vf_max(top.part[j], x);
+        }
+    }
+    float before = max_total[0], now = lanes_max(top);
+    if (before > now) now = before;
+    for (uint32_t i = 0; i < valid; i += LANES) {
+        UNROLL
+        for (int j = 0; j < LANES / VL; j++) {
+            vf p = vf_exp(vf_load(s + i + j * VL) - now);
+            vf_store(s + i + j * VL, p);
+            total.part[j] += p;
+        }
+    }
+    float factor = exp_one(before - now);
+    max_total[0] = now;
+    max_total[1] = max_total[1] * factor + lanes_sum(total);
+    return factor;
+}
+
+// sum[a] = sum[a]·factor[a] + Σ_{j<n} weights[a][j]·value[j] over `vectors` vectors of dims.
+INLINE void attn_sums(const float *weights, const float *factor, const float *values, uint32_t n, uint32_t dim, float *out,
+    int queries, int vectors) {
+    vf sum[ATTN_QUERIES][ATTN_VECTORS];
+    UNROLL
+    for (int a = 0; a < queries; a++) {
+        UNROLL
+        for (int i = 0; i < vectors; i++) sum[a][i] = vf_load(out + (size_t)a * dim + i * VL) * vf_set(factor[a]);
+    }
+    for (uint32_t j = 0; j < n; j++, values += vectors * VL) {
+        vf value[ATTN_VECTORS];
+        UNROLL
+        for (int i = 0; i < vectors; i++) value[i] = vf_load(values + i * VL);
+        UNROLL
+        for (int a = 0; a < queries; a++) {
+            vf x = vf_set(weights[a * ATTN_BLOCK + j]);
+            UNROLL
+            for (int i = 0; i < vectors; i++) sum[a][i] = vf_fma(x, value[i], sum[a][i]);
+        }
+    }
+    UNROLL
+    for (int a = 0; a < queries; a++) {
+        UNROLL
+        for (int i = 0; i < vectors; i++) vf_store(out + (size_t)a * dim + i * VL, sum[a][i]);
+    }
+}
+
+// The weighted values of `queries` (1 or ATTN_QUERIES) queries that see the same n positions.
+INLINE void attn_weigh(const attn_tile *t, uint32_t query, uint32_t n, const float *factor, int queries) {
+    const float *weights = t->weights + query % ATTN_QUERIES * ATTN_BLOCK;
+    for (uint32_t at = 0, width; at < t->dim; at += width) {
+        width = attn_strip_width(t->dim, at);
+        const float *values = t->values + (size_t)at * ATTN_BLOCK;
+        float *out = t->sum + (size_t)query * t->dim + at;
+        if (width == ATTN_STRIP) attn_sums(weights, factor, values, n, t->dim, out, queries, ATTN_VECTORS);
+        else attn_sums(weights, factor, values, n, t->dim, out, queries, 1);
+    }
+}
+
+// How many of the n positions from `first` on query i sees.
+INLINE uint32_t attn_valid(const attn_tile *t, uint32_t i, size_t first, uint32_t n) {
+    size_t position = t->position + i / t->rep;
+    if (position > t->last) position = t->last; // padding
+    if (position < first) return 0;
+    return position - first + 1 < n ? (uint32_t)(position - first + 1) : n;
+}
+
+SHARED void attn_panel(const attn_tile *t, uint32_t query, size_t first, uint32_t n) {
+    uint32_t least = n, most = 0, valid[ATTN_QUERIES];
+    float factor[ATTN_QUERIES];
+    for (uint32_t a = 0; a < ATTN_QUERIES; a++) {
+        valid[a] = attn_valid(t, query + a, first, n);
+        least = valid[a] < least ? valid[a] : least;
+        most = valid[a] > most ? valid[a] : most;
+    }
+    for (uint32_t at = 0; at < most; at += ATTN_STRIP)
+        attn_scores(t->q + (size_t)query * t->dim, t->keys + (size_t)at * t->dim, t->dim, t->weights + at);
+    for (uint32_t a = 0; a < ATTN_QUERIES; a++)
+        if (valid[a] > 0) factor[a] = attn_softmax(t->weights + a * ATTN_BLOCK, valid[a], t->max_total + 2 * (query + a));
+    if (least == most && most > 0) attn_weigh(t, query, most, factor, ATTN_QUERIES);
+    else
+        for (uint32_t a = 0; a < ATTN_QUERIES; a++)
+            if (valid[a] > 0) attn_weigh(t, query + a, valid[a], factor + a, 1);
+}
+
+// Fills sum and max_total for the positions first <= p < end, as far as each query sees them.
+SHARED void attn_piece(const attn_tile *t, const attn_cache *c, size_t first, size_t end) {
+    memset(t->sum, 0, (size_t)t->queries * t->dim * sizeof *t->sum);
+    for (uint32_t i = 0; i < t->queries; i++) t->max_total[2 * i] = -INFINITY, t->max_total[2 * i + 1] = 0;
+    if (end > (size_t)t->last + 1) end = (size_t)t->last + 1;
+    for (; first < end; first += ATTN_BLOCK) {
+        uint32_t n = end - first < ATTN_BLOCK ? (uint32_t)(end - first) : ATTN_BLOCK;
+        attn_load_keys(t, c, first, n, (uint16_t *)t->values); // the values come after
+        attn_load_values(t, c, first, n);
+        for (uint32_t i = 0; i < t->queries; i += ATTN_QUERIES) attn_panel(t, i, first, n);
+    }
+}
+
+// Adds a piece to a running result (sum, maximum and total), which starts as zeros with maximum -inf.
+INLINE void attn_merge(float *o, float *max_total, const float *part, const float *part_max_total, uint32_t dim) {
+    float m = max_total[0] > part_max_total[0] ? max_total[0] : part_max_total[0];
+    float a = exp_one(max_total[0] - m), b = exp_one(part_max_total[0] - m);
+    for (uint32_t d = 0; d < dim; d += VL)
+        vf_store(o + d, vf_fma(vf_load(part + d), vf_set(b), vf_load(o + d) * vf_set(a)));
+    max_total[0] = m;
+    max_total[1] = max_total[1] * a + part_max_total[1] * b;
+}
+
+INLINE void attn_finish(float *o, const float *max_total, uint32_t dim) {
+    float inverse = 1.0f / max_total[1];
+    for (uint32_t d = 0; d < dim; d += VL) vf_store(o + d, vf_load(o + d) * vf_set(inverse));
+}
+
+// ---- queries, keys, values of a row ---------------------------------------------------------------------------------
+
+typedef struct {
+    uint32_t hq, hkv, dim, rot;
+    float eps;
+    const float *q_norm, *k_norm, *inv_freq;
+} attn_shape;
+
+// Cosines, then sines, of a position's rot/2 angles.  Angles reach 262,143 radians, so this takes the C library's exact
+// argument reduction; never a fast approximation.
+INLINE void attn_angles(const attn_shape *s, int32_t position, float *cos_sin) {
+    uint32_t half = s->rot / 2;
+    for (uint32_t i = 0; i < half; i++) {
+        float angle = (float)position * s->inv_freq[i];
+        cos_sin[i] = cosf(angle);
+        cos_sin[half + i] = sinf(angle);
+    }
+}
+
+// y = RoPE(rmsnorm(x, w)).
+INLINE void attn_head(const attn_shape *s, const float *x, const float *w, const float *cos_sin, float *y) {
+    uint32_t half = s->rot / 2;
+    norm_row(x, w, s->dim, s->eps, y);
+    for (uint32_t i = 0; i < half; i += VL) {
+        uint32_t n = half - i < VL ? half - i : VL;
+        vf c = vf_load_part(cos_sin + i, n, 0), sine = vf_load_part(cos_sin + half + i, n, 0);
+        vf a = vf_load_part(y + i, n, 0), b = vf_load_part(y + half + i, n, 0);
+        vf_store_part(y + i, n, a * c - b * sine);
+        vf_store_part(y + half + i, n, b * c + a * sine);
+    }
+}
+
+INLINE void attn_store(uint16_t *to, const float *x, uint32_t dim) {
+    for (uint32_t d = 0; d < dim; d += VL) vf_store_bf16(to + d, vf_load(x + d));
+}
+
+// Appends KV head `head` of a projected row at `position`; `spare` is room for dim floats.
+INLINE void attn_append(const attn_shape *s, const float *proj, uint32_t head, const float *cos_sin, int32_t position,
+    uint16_t *k, uint16_t *v, float *spare) {
+    const float *key = proj + 2 * (size_t)s->hq * s->dim + (size_t)head * s->dim, *value = key + (size_t)s->hkv * s->dim;
+    size_t at = ((size_t)position * s->hkv + head) * s->dim;
+    attn_head(s, key, s->k_norm, cos_sin, spare);
+    attn_store(k + at, spare, s->dim);
+    attn_store(v + at, value, s->dim);
+}
+
+// ---- kernels --------------------------------------------------------------------------------------------------------
+
+// A piece's partial results for the query heads of one KV head.
+INLINE void attn_decode_piece(attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t index, float *part_o, float *part_ml) {
+    size_t first = (size_t)index * piece;
+    attn_piece(t, c, first, first + piece);
+    memcpy(part_o, t->sum, (size_t)t->rep * t->dim * sizeof *part_o);
+    memcpy(part_ml, t->max_total, 2 * t->rep * sizeof *part_ml);
+}
+
+SHARED void kernel_attn_decode(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const attn_decode_params *p = call->params;
+    const int32_t *constant = call->constant;
+    const attn_shape s = {(uint32_t)constant[attn_decode_C_HQ], (uint32_t)constant[attn_decode_C_HKV],
+        (uint32_t)constant[attn_decode_C_DIM], (uint32_t)constant[attn_decode_C_ROT], p->eps, call->arg[attn_decode_Q_NORM],
+        call->arg[attn_decode_K_NORM], call->arg[attn_decode_INV_FREQ]};
+    const uint32_t position = (uint32_t)((const Step *)call->arg[attn_decode_STEP])->position;
+    const uint32_t pieces = call->grid[0], rep = s.hq / s.hkv;
+    const float *proj = call->arg[attn_decode_PROJ];
+    uint16_t *k = call->arg[attn_decode_K], *v = call->arg[attn_decode_V];
+    float *part_o = call->arg[attn_decode_PART_O], *part_ml = call->arg[attn_decode_PART_ML];
+    size_t tile = attn_tile_floats(rep, s.dim);
+    float *memory = cpu_scratch(worker, (tile + s.dim + s.rot) * sizeof *memory);
+    float *head = memory + tile, *cos_sin = head + s.dim;
+    attn_angles(&s, (int32_t)position, cos_sin);
+    for (uint32_t group = begin; group < end; group++) {
+        uint32_t index = group % pieces, kv = group / pieces;
+        if ((size_t)index * p->piece > position) continue;
+        if (index == position / p->piece) attn_append(&s, proj, kv, cos_sin, (int32_t)position, k, v, head);
+        attn_tile t;
+        attn_tile_init(&t, rep, rep, s.dim, position, memory);
+        for (uint32_t i = 0; i < rep; i++) {
+            attn_head(&s, proj + 2 * ((size_t)kv * rep + i) * s.dim, s.q_norm, cos_sin, head);
+            attn_tile_query(&t, i, head);
+        }
+        attn_cache c = {k + (size_t)kv * s.dim, v + (size_t)kv * s.dim, (size_t)s.hkv * s.dim};
+        size_t at = (size_t)index * s.hq + (size_t)kv * rep;
+        attn_decode_piece(&t, &c, p->piece, index, part_o + at * s.dim, part_ml + 2 * at);
+    }
+}
+
+SHARED void kernel_attn_decode_prepared(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const attn_decode_prepared_params *p = call->params;
+    const uint32_t hq = (uint32_t)call->constant[attn_decode_prepared_C_HQ];
+    const uint32_t hkv = (uint32_t)call->constant[attn_decode_prepared_C_HKV];
+    const uint32_t dim = (uint32_t)call->constant[attn_decode_prepared_C_DIM];
+    const uint32_t position = (uint32_t)((const Step *)call->arg[attn_decode_prepared_STEP])->position;
+    const uint32_t pieces = call->grid[0], rep = hq / hkv;
+    const float *q = call->arg[attn_decode_prepared_Q];
+    const uint16_t *k = call->arg[attn_decode_prepared_K], *v = call->arg[attn_decode_prepared_V];
+    float *part_o = call->arg[attn_decode_prepared_PART_O], *part_ml = call->arg[attn_decode_prepared_PART_ML];
+    float *memory = cpu_scratch(worker, attn_tile_floats(rep, dim) * sizeof *memory);
+    for (uint32_t group = begin; group < end; group++) {
+        uint32_t index = group % pieces, kv = group / pieces;
+        if ((size_t)index * p->piece > position) continue;
+        attn_tile t;
+        attn_tile_init(&t, rep, rep, dim, position, memory);
+        for (uint32_t i = 0; i < rep; i++) attn_tile_query(&t, i, q + ((size_t)kv * rep + i) * dim);
+        attn_cache c = {k + (size_t)kv * dim, v + (size_t)kv * dim, (size_t)hkv * dim};
+        size_t at = (size_t)index * hq + (size_t)kv * rep;
+        attn_decode_piece(&t, &c, p->piece, index, part_o + at * dim, part_ml + 2 * at);
+    }
+}
+
+SHARED void kernel_attn_combine(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const attn_combine_params *p = call->params;
+    const uint32_t hq = (uint32_t)call->constant[attn_combine_C_HQ], dim = (uint32_t)call->constant[attn_combine_C_DIM];
+    const uint32_t pieces = (uint32_t)((const Step *)call->arg[attn_combine_STEP])->position / p->piece + 1;
+    const float *part_o = call->arg[attn_combine_PART_O], *part_ml = call->arg[attn_combine_PART_ML];
+    (void)worker;
+    for (uint32_t h = begin; h < end; h++) {
+        float *o = (float *)call->arg[attn_combine_O] + (size_t)h * dim, max_total[2] = {-INFINITY, 0};
+        memset(o, 0, dim * sizeof *o);
+        for (size_t i = 0; i < pieces; i++)
+            attn_merge(o, max_total, part_o + (i * hq + h) * dim, part_ml + 2 * (i * hq + h), dim);
+        attn_finish(o, max_total, dim);
+    }
+}
+
+SHARED void kernel_attn_prep(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const attn_prep_params *p = call->params;
+    const int32_t *constant = call->constant;
+    const attn_shape s = {(uint32_t)constant[attn_prep_C_HQ], (uint32_t)constant[attn_prep_C_HKV],
+        (uint32_t)constant[attn_prep_C_DIM], (uint32_t)constant[attn_prep_C_ROT], p->eps, call->arg[attn_prep_Q_NORM],
+        call->arg[attn_prep_K_NORM], call->arg[attn_prep_INV_FREQ]};
+    const Step *step = call->arg[attn_prep_STEP];
+    float *spare = cpu_scratch(worker, (s.dim + s.rot) * sizeof *spare), *cos_sin = spare + s.dim;
+    for (uint32_t m = begin; m < end && m < (uint32_t)step->rows; m++) {
+        const float *proj = (const float *)call->arg[attn_prep_PROJ] + (size_t)m * p->pitch;
+        float *q = (float *)call->arg[attn_prep_Q] + (size_t)m * s.hq * s.dim;
+        int32_t position = step->position + (int32_t)m;
+        attn_angles(&s, position, cos_sin);
+        for (size_t h = 0; h < s.hq; h++) attn_head(&s, proj + 2 * h * s.dim, s.q_norm, cos_sin, q + h * s.dim);
+        for (uint32_t h = 0; h < s.hkv; h++)
+            attn_append(&s, proj, h, cos_sin, position, call->arg[attn_prep_K], call->arg[attn_prep_V], spare);
+    }
+}
+
+// One tile: `rows` rows from `row` on, one KV head.  `o` and `max_total` are room for the running result.
+INLINE void attn_prefill_tile(const attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t queries, float *o,
+    float *max_total) {
+    memset(o, 0, (size_t)queries * t->dim * sizeof *o);
+    for (uint32_t i = 0; i < queries; i++) max_total[2 * i] = -INFINITY, max_total[2 * i + 1] = 0;
+    for (size_t first = 0; first <= t->last; first += piece) {
+        attn_piece(t, c, first, first + piece);
+        for (uint32_t i = 0; i < queries; i++)
+            if (t->position + i / t->rep >= first)
+                attn_merge(o + (size_t)i * t->dim, max_total + 2 * i, t->sum + (size_t)i * t->dim, t->max_total + 2 * i, t->dim);
+    }
+    for (uint32_t i = 0; i < queries; i++) attn_finish(o + (size_t)i * t->dim, max_total + 2 * i, t->dim);
+}
+
+SHARED void kernel_attn_prefill(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const attn_prefill_params *p = call->params;
+    const uint32_t hq = (uint32_t)call->constant[attn_prefill_C_HQ], hkv = (uint32_t)call->constant[attn_prefill_C_HKV];
+    const uint32_t dim = (uint32_t)call->constant[attn_prefill_C_DIM], rep = hq / hkv, most = rep * p->tile_m;
+    const Step *step = call->arg[attn_prefill_STEP];
+    const float *q = call->arg[attn_prefill_Q], *proj = call->arg[attn_prefill_PROJ];
+    const uint16_t *k = call->arg[attn_prefill_K], *v = call->arg[attn_prefill_V];
+    float *out = call->arg[attn_prefill_O];
+    size_t tile = attn_tile_floats(most, dim);
+    float *memory = cpu_scratch(worker, (tile + (size_t)most * (dim + 2)) * sizeof *memory);
+    float *o = memory + tile, *max_total = o + (size_t)most * dim;
+    for (uint32_t group = begin; group < end; group++) {
+        uint32_t row = group % call->grid[0] * p->tile_m, kv = group / call->grid[0], rows = (uint32_t)step->rows;
+        if (row >= rows) continue;
+        rows = rows - row < p->tile_m ? rows - row : p->tile_m;
+        attn_tile t;
+        attn_tile_init(&t, rows * rep, rep, dim, (uint32_t)step->position + row, memory);
+        for (uint32_t i = 0; i < rows * rep; i++)
+            attn_tile_query(&t, i, q + ((size_t)(row + i / rep) * hq + (size_t)kv * rep + i % rep) * dim);
+        attn_cache c = {k + (size_t)kv * dim, v + (size_t)kv * dim, (size_t)hkv * dim};
+        attn_prefill_tile(&t, &c, p->piece, rows * rep, o, max_total);
+        for (uint32_t i = 0; i < rows * rep; i++) {
+            size_t m = row + i / rep, h = (size_t)kv * rep + i % rep;
+            gate_row(o + (size_t)i * dim, proj + m * p->pitch + (2 * h + 1) * dim, dim, out + (m * hq + h) * dim);
+        }
+    }
+}
+
+#endif

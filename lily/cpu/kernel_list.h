@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// All kernels of one instruction-set path.  Each isa_NAME.c includes this once, compiled with its own flags, after
+// defining KERNELS as the name of its list; setup.py knows the flags.
+#ifndef KERNELS
+#error "define KERNELS first"
+#endif
+
+#include "attention.h"
+#include "gdn.h"
+#include "matmul.h"
+#include "moe.h"
+#include "norm.h"
+#include "route.h"
+#include "sample.h"
+
+// Name, and the least number of groups that are worth a thread's while.
+#define ENTRY(name, grain) {#name, kernel_##name, grain},
+const cpu_entry KERNELS[] = {
+    ENTRY(embed, 4)
+    ENTRY(copy, 1)
+    ENTRY(gemv_norm, 1)
+    ENTRY(gemv_norm_f32, 1)
+    ENTRY(gemv_norm_swiglu, 1)
+    ENTRY(gemv_residual, 1)
+    ENTRY(gemv_gated_residual, 1)
+    ENTRY(gemv, 1)
+    ENTRY(gdn_step, 1)
+    ENTRY(attn_decode, 1)
+    ENTRY(attn_combine, 1)
+    ENTRY(moe_gate_up, 1)
+    ENTRY(moe_down, 1)
+    ENTRY(moe_gemv, 1)
+    ENTRY(rmsnorm, 8)
+    ENTRY(gemm, 1)
+    ENTRY(gemm_f32, 1)
+    ENTRY(gemm_swiglu, 1)
+    ENTRY(gemm_residual, 1)
+    ENTRY(gdn_conv, 1)
+    ENTRY(gdn_scan, 1)
+    ENTRY(gdn_gate, 4)
+    ENTRY(attn_prep, 2)
+    ENTRY(attn_prefill, 1)
+    ENTRY(attn_decode_prepared, 1)
+    ENTRY(route_topk, 8)
+    ENTRY(route_group, 1)
+    ENTRY(moe_gemm_gate_up, 1)
+    ENTRY(moe_gemm_down, 1)
+    ENTRY(moe_combine, 4)
+    ENTRY(last_row, 1)
+    ENTRY(swiglu, 4)
+    ENTRY(argmax, 1)
+    ENTRY(sample_logits, 1)
+    ENTRY(sample_filter, 1)
+    ENTRY(sample_draw, 1)
+    ENTRY(top_logprobs, 1)
+    ENTRY(advance, 1)
+    ENTRY(score_rows, 1)
+    {NULL, NULL, 0},
+};

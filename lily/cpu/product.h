@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// From tiles to products: ranges of blocks of a matrix times packed rows, and what is done with a finished tile.
+// Not here: the arithmetic (tile.h), kernels (matmul.h, moe.h).
+#ifndef LILY_CPU_PRODUCT_H
+#define LILY_CPU_PRODUCT_H
+
+#include "tile.h"
+
+// Weight blocks that stay in cache while the panels pass by.
+#define SWEEP_BLOCKS 8
+// Rows that are packed at a time.
+#define SWEEP_ROWS 512
+
+typedef enum {
+    STORE,  // y = W·x
+    ADD,    // y += W·x
+    SWIGLU, // y = silu(G·x)·(U·x); the blocks of U follow those of G
+} epilogue;
+
+typedef struct {
+    quantised w;
+    uint32_t n; // outputs
+    epilogue end;
+} product;
+
+typedef struct {
+    uint8_t *data;
+    uint32_t rows, panels; // panels differ by at most one row
+} packed;
+
+INLINE uint32_t panel_first(const packed *x, uint32_t panel) {
+    return (uint32_t)((uint64_t)x->rows * panel / x->panels);
+}
+
+INLINE packed packed_at(void *memory, uint32_t rows) {
+    return (packed){memory, rows, (rows + PANEL_ROWS - 1) / PANEL_ROWS};
+}
+
+SHARED void pack_rows(const quantised *w, const float *const *x, const packed *to) {
+    const size_t row_bytes = panel_row_bytes(w);
+    for (uint32_t i = 0; i < to->panels; i++) {
+        const uint32_t first = panel_first(to, i), rows = panel_first(to, i + 1) - first;
+        pack_panel(w, x + first, rows, to->data + first * row_bytes);
+    }
+}
+
+// Writes 16 outputs, fewer at the end of the row y.
+INLINE void emit(const product *p, lanes value, lanes up, uint32_t block, float *y) {
+    const uint32_t left = p->n - block * BLOCK_ROWS, count = left < BLOCK_ROWS ? left : BLOCK_ROWS;
+    float *at = y + (size_t)block * BLOCK_ROWS, old[BLOCK_ROWS] = {0};
+    if (p->end == SWIGLU) {
+        UNROLL
+        for (int i = 0; i < LANES / VL; i++) value.part[i] = vf_silu(value.part[i]) * up.part[i];
+    }
+    if (p->end == ADD) {
+        memcpy(old, at, count * sizeof *at);
+        value = lanes_add(lanes_load(old), value);
+    }
+    if (count == BLOCK_ROWS) {
+        lanes_store(at, value);
+    } else {
+        lanes_store(old, value);
+        memcpy(at, old, count * sizeof *at);
+    }
+}
+
+// Outputs of blocks [begin, end) for one packed row.
+SHARED void sweep_row(const product *p, uint32_t begin, uint32_t end, const void *panel, float *y) {
+    const size_t stride = block_bytes(&p->w);
+    lanes out[2];
+    if (p->end == SWIGLU) {
+        const size_t up = blocks_of(p->n) * stride;
+        for (uint32_t b = begin; b < end; b++) {
+            tile_pair(&p->w, block_at(&p->w, b), up, panel, out);
+            emit(p, out[0], out[1], b, y);
+        }
+        return;
+    }
+    uint32_t b = begin;
+    for (; b + 2 <= end; b += 2) {
+        tile_pair(&p->w, block_at(&p->w, b), stride, panel, out);
+        emit(p, out[0], out[0], b, y);
+        emit(p, out[1], out[1], b + 1, y);
+    }
+    if (b < end) {
+        tile_rows(&p->w, block_at(&p->w, b), panel, 1, out);
+        emit(p, out[0], out[0], b, y);
+    }
+}
+
+INLINE void sweep_block(const product *p, uint32_t block, const void *panel, uint32_t rows, float *const *y) {
+    lanes out[PANEL_ROWS], up[PANEL_ROWS];
+    tile_rows(&p->w, block_at(&p->w, block), panel, rows, out);
+    if (p->end == SWIGLU) tile_rows(&p->w, block_at(&p->w, blocks_of(p->n) + block), panel, rows, up);
+    for (uint32_t m = 0; m < rows; m++) emit(p, out[m], p->end == SWIGLU ? up[m] : out[m], block, y[m]);
+}
+
+// Outputs of blocks [begin, end) for packed rows; y[m] is where row m's outputs begin.
+SHARED void sweep_rows(const product *p, uint32_t begin, uint32_t end, const packed *x, float *const *y) {
+    if (x->rows == 1) {
+        sweep_row(p, begin, end, x->data, y[0]);
+        return;
+    }
+    const size_t row_bytes = panel_row_bytes(&p->w);
+    for (uint32_t some = begin; some < end; some += SWEEP_BLOCKS) {
+        const uint32_t stop = end - some < SWEEP_BLOCKS ? end : some + SWEEP_BLOCKS;
+        for (uint32_t i = 0; i < x->panels; i++) {
+            const uint32_t first = panel_first(x, i), rows = panel_first(x, i + 1) - first;
+            for (uint32_t b = some; b < stop; b++) sweep_block(p, b, x->data + first * row_bytes, rows, y + first);
+        }
+    }
+}
+
+// Blocks of `n` outputs that belong to groups [begin, end) of `per_group` outputs each.
+typedef struct {
+    uint32_t begin, end;
+} block_range;
+
+INLINE uint32_t group_block(uint32_t group, uint32_t per_group, uint32_t n) {
+    const uint64_t row = (uint64_t)group * per_group;
+    return blocks_of(row < n ? (uint32_t)row : n);
+}
+
+INLINE block_range blocks_of_groups(uint32_t begin, uint32_t end, uint32_t per_group, uint32_t n) {
+    return (block_range){group_block(begin, per_group, n), group_block(end, per_group, n)};
+}
+
+#endif

@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+// From logits to the next token: argmax, sample_logits, sample_filter, sample_draw, top_logprobs, advance, score_rows.
+//
+// Ids >= Request.vocab are padding: never read, never drawn.  Every "best" is the greatest value, ties to the lower id;
+// where there is no candidate it is (-inf, NO_ID).  Not here: the head's projection (matmul.h), stop strings (host).
+#ifndef LILY_CPU_SAMPLE_H
+#define LILY_CPU_SAMPLE_H
+
+#include "cpu.h"
+#include "vec.h"
+
+#define NO_ID INT32_MAX
+
+INLINE float int_as_float(int32_t i) {
+    float f;
+    memcpy(&f, &i, sizeof f);
+    return f;
+}
+
+INLINE int32_t float_as_int(float f) {
+    int32_t i;
+    memcpy(&i, &f, sizeof i);
+    return i;
+}
+
+// Ids from <= id < to: group `group` of the sampler's grid.
+typedef struct {
+    uint32_t from, to;
+} id_range;
+
+INLINE id_range slice_of(uint32_t group, uint32_t slice, const Request *request) {
+    uint64_t vocab = (uint64_t)request->vocab, from = (uint64_t)group * slice, to = from + slice;
+    if (from > vocab) from = vocab;
+    return (id_range){(uint32_t)from, (uint32_t)(to < vocab ? to : vocab)};
+}
+
+// x[i] for VL ids from i on, `fill` from `to` on.
+INLINE vf load_ids(const float *x, uint32_t i, uint32_t to, float fill) {
+    return to - i >= VL ? vf_load(x + i) : vf_load_part(x + i, to - i, fill);
+}
+
+INLINE vi not_finite(vf x) { return ((vi)x & 0x7f800000) == 0x7f800000; }
+
+// ---- the greatest of many -------------------------------------------------------------------------------------------
+
+// The best of each lane; ids must come in ascending order.
+typedef struct {
+    vf value;
+    vi id;
+} best_lanes;
+
+INLINE best_lanes best_none(void) { return (best_lanes){vf_set(-INFINITY), vi_set(NO_ID)}; }
+
+INLINE void best_add(best_lanes *b, vf x, uint32_t first_id) {
+    vi greater = x > b->value;
+    b->value = vf_select(greater, x, b->value);
+    b->id = vi_select(greater, vi_iota() + (int32_t)first_id, b->id);
+}
+
+INLINE int better(float a, int32_t a_id, float b, int32_t b_id) { return a > b || (a == b && a_id < b_id); }
+
+INLINE void best_store(const best_lanes *b, float out[2]) {
+    float value = -INFINITY;
+    int32_t id = NO_ID;
+    for (int i = 0; i < VL; i++)
+        if (better(b->value[i], b->id[i], value, id)) value = b->value[i], id = b->id[i];
+    out[0] = value, out[1] = int_as_float(id);
+}
+
+SHARED void kernel_argmax(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const argmax_params *p = call->params;
+    const Request *request = call->arg[argmax_REQUEST];
+    const float *logits = call->arg[argmax_LOGITS];
+    (void)worker;
+    for (uint32_t group = begin; group < end; group++) {
+        id_range ids = slice_of(group, p->slice, request);
+        best_lanes best = best_none();
+        vi bad = vi_set(0);
+        for (uint32_t i = ids.from; i < ids.to; i += VL) {
+            bad |= not_finite(load_ids(logits, i, ids.to, 0));
+            best_add(&best, load_ids(logits, i, ids.to, -INFINITY), i);
+        }
+        best_store(&best, (float *)call->arg[argmax_BEST] + 2 * (size_t)group);
+        ((int32_t *)call->arg[argmax_FLAGS])[group] = vi_any(bad);
+    }
+}
+
+// ---- sums of exponentials -------------------------------------------------------------------------------------------
+
+INLINE float max_of(const float *x, uint32_t from, uint32_t to) {
+    lanes top = lanes_set(-INFINITY);
+    for (uint32_t i = from; i < to; i += VL) top.part[0] = vf_max(load_ids(x, i, to, -INFINITY), top.part[0]);
+    return lanes_max(top);
+}
+
+// Σ exp(x - top), in float32 over stretches of at most EXP_STRETCH ids, which are added up in double.
+#define EXP_STRETCH 1024
+
+INLINE double exp_total(const float *x, uint32_t from, uint32_t to, float top) {
+    double total = 0;
+    while (from < to) {
+        uint32_t stop = to - from < EXP_STRETCH ? to : from + EXP_STRETCH;
+        lanes sum = lanes_set(0);
+        for (; from < stop; from += LANES) {
+            UNROLL
+            for (uint32_t j = 0; j < LANES / VL; j++)
+                if (from + j * VL < stop) sum.part[j] += vf_exp(load_ids(x, from + j * VL, stop, -INFINITY) - top);
+        }
+        total += lanes_sum(sum);
+        from = stop;
+    }
+    return total;
+}
+
+// log Σ exp from per-group (maximum, sum) pairs, `pitch` floats apart.
+INLINE double log_sum_exp(const float *stats, uint32_t groups, uint32_t pitch) {
+    float top = -INFINITY;
+    double total = 0;
+    for (uint32_t i = 0; i < groups; i++)
+        if (stats[i * pitch] > top) top = stats[i * pitch];
+    for (uint32_t i = 0; i < groups; i++)
+        if (stats[i * pitch + 1] > 0) total += stats[i * pitch + 1] * exp((double)stats[i * pitch] - top);
+    return (double)top + log(total);
+}
+
+// ---- penalties ------------------------------------------------------------------------------------------------------
+
+// Each id of the slice that is among history[from..to) is penalised once; `seen` has a bit per id of the slice.
+INLINE void repetition_penalty(float *y, id_range ids, const int32_t *history, int64_t from, int64_t to, float penalty,
+    uint8_t *seen) {
+    memset(seen, 0, (ids.to - ids.from + 7) / 8);
+    for (int64_t i = from; i < to; i++) {
+        uint32_t id = (uint32_t)history[i], at = id - ids.from;
+        if (id < ids.from || id >= ids.to || seen[at / 8] >> at % 8 & 1) continue;
+        seen[at / 8] |= (uint8_t)(1 << at % 8);
+        y[id] = y[id] > 0 ? y[id] / penalty : y[id] * penalty;
+    }
+}
+
+INLINE void count_penalties(float *y, id_range ids, const uint32_t *counts, float presence, float frequency) {
+    for (uint32_t i = ids.from; i < ids.to; i++)
+        if (counts[i] > 0) y[i] = y[i] - presence - frequency * (float)counts[i];
+}
+
+SHARED void kernel_sample_logits(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const sample_logits_params *p = call->params;
+    const Step *step = call->arg[sample_logits_STEP];
+    const Request *r = call->arg[sample_logits_REQUEST];
+    const float *logits = call->arg[sample_logits_LOGITS], *bias = call->arg[sample_logits_BIAS_VALUES];
+    const int32_t *bias_ids = call->arg[sample_logits_BIAS_IDS];
+    float *y = call->arg[sample_logits_Y];
+    uint8_t *seen = cpu_scratch(worker, p->slice / 8 + 1);
+    const int64_t tokens = (int64_t)step->position + step->rows, window = r->repetition_window;
+    for (uint32_t group = begin; group < end; group++) {
+        id_range ids = slice_of(group, p->slice, r);
+        float *stats = (float *)call->arg[sample_logits_STATS] + 4 * (size_t)group;
+        vi bad = vi_set(0);
+        for (uint32_t i = ids.from; i < ids.to; i += VL) bad |= not_finite(load_ids(logits, i, ids.to, 0));
+        ((int32_t *)call->arg[sample_logits_FLAGS])[group] = vi_any(bad);
+        memcpy(y + ids.from, logits + ids.from, (ids.to - ids.from) * sizeof *y);
+        for (int32_t i = 0; i < r->bias_count; i++) {
+            uint32_t id = (uint32_t)bias_ids[i];
+            if (id >= ids.from && id < ids.to) y[id] += bias[i];
+        }
+        if (r->repetition_penalty != 1 && window > 0)
+            repetition_penalty(y, ids, call->arg[sample_logits_HISTORY], tokens > window ? tokens - window : 0, tokens,
+                r->repetition_penalty, seen);
+        if (r->presence_penalty != 0 || r->frequency_penalty != 0)
+            count_penalties(y, ids, call->arg[sample_logits_COUNTS], r->presence_penalty, r->frequency_penalty);
+        stats[0] = max_of(logits, ids.from, ids.to);
+        stats[1] = (float)exp_total(logits, ids.from, ids.to, stats[0]);
+        stats[2] = max_of(y, ids.from, ids.to);
+        stats[3] = (float)exp_total(y, ids.from, ids.to, stats[2]);
+    }
+}
+
+// ---- filters --------------------------------------------------------------------------------------------------------
+// All filters keep a prefix of the ids in order of (value descending, id ascending); the shortest one counts.  It ends
+// where either `ids` ids are kept or their mass reaches `mass`.  The end is found by a radix selection: first on the
+// distance from the greatest value, then digit by digit on the value's bits, each time within the bucket that holds it.
+
+#define DISTANCE_BUCKETS 2048
+#define DISTANCE_SCALE 64.0f // buckets per unit of log-probability
+#define DIGIT_BITS 11
+
+typedef struct {
+    const float *y;   // values
+    float *e;         // exp(y - max), of all ids
+    uint32_t *list;   // candidates, ascending
+    uint32_t count;
+    double mass;      // still to be kept
+    uint32_t ids;
+    uint32_t *tally;  // DISTANCE_BUCKETS of each
+    double *sum;
+} selection;
+
+// Descending order of values as ascending order of bits.
+INLINE uint32_t descending_key(float x) {
+    uint32_t u = (uint32_t)float_as_int(x);
+    return u >> 31 ? u : ~u & 0x7fffffff;
+}
+
+INLINE uint32_t distance_bucket(float distance) {
+    float b = distance * DISTANCE_SCALE;
+    return b < DISTANCE_BUCKETS - 1 ? (uint32_t)b : DISTANCE_BUCKETS - 1;
+}
+
+// The bucket in which the prefix ends; what lies before it is taken off the targets.
+INLINE uint32_t selection_walk(selection *s) {
+    uint32_t last = 0;
+    for (uint32_t b = 0; b < DISTANCE_BUCKETS; b++)
+        if (s->tally[b] > 0) last = b;
+    for (uint32_t b = 0; b < last; b++) {
+        if (s->tally[b] >= s->ids || s->sum[b] >= s->mass) return b;
+        s->ids -= s->tally[b], s->mass -= s->sum[b];
+    }
+    return last;
+}
+
+INLINE void selection_clear(selection *s) {
+    memset(s->tally, 0, DISTANCE_BUCKETS * sizeof *s->tally);
+    memset(s->sum, 0, DISTANCE_BUCKETS * sizeof *s->sum);
+}
+
+// Fills the list with the candidates of one bucket of distance from the maximum.
+INLINE void selection_by_distance(selection *s, uint32_t vocab, float top, float top_p) {
+    double total = 0;
+    selection_clear(s);
+    for (uint32_t i = 0; i < vocab; i += VL) {
+        vf x = load_ids(s->y, i, vocab, -INFINITY);
+        uint32_t n = vocab - i < VL ? vocab - i : VL;
+        vf e = vf_exp(x - top);
+        vf_store_part(s->e + i, n, e);
+        for (uint32_t j = 0; j < n; j++) {
+            uint32_t b = distance_bucket(top - s->y[i + j]);
+            s->tally[b]++;
+            s->sum[b] += s->e[i + j];
+        }
+    }
+    for (uint32_t b = 0; b < DISTANCE_BUCKETS; b++) total += s->sum[b];
+    if (top_p < 1) s->mass = (double)top_p * total;
+    uint32_t bucket = selection_walk(s);
+    s->count = 0;
+    for (uint32_t i = 0; i < vocab; i++) {
+        s->list[s->count] = i;
+        s->count += distance_bucket(top - s->y[i]) == bucket;
+    }
+}
+
+// Narrows the list down to one value of the digit at `shift`.
+INLINE void selection_by_digit(selection *s, int shift) {
+    const uint32_t mask = (1 << DIGIT_BITS) - 1;
+    selection_clear(s);
+    for (uint32_t i = 0; i < s->count; i++) {
+        uint32_t digit = descending_key(s->y[s->list[i]]) >> shift & mask;
+        s->tally[digit]++;
+        s->sum[digit] += s->e[s->list[i]];
+    }
+    uint32_t digit = selection_walk(s), count = 0;
+    for (uint32_t i = 0; i < s->count; i++) {
+        uint32_t id = s->list[i];
+        s->list[count] = id;
+        count += (descending_key(s->y[id]) >> shift & mask) == digit;
+    }
+    s->count = count;
+}
+
+// The end of the prefix: (value, id).
+INLINE void selection_end(selection *s, uint32_t vocab, float top, float top_p, float cut[2]) {
+    selection_by_distance(s, vocab, top, top_p);
+    for (int shift = 2 * DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) selection_by_digit(s, shift);
+    uint32_t i = 0;
+    for (; i + 1 < s->count; i++) {
+        if (s->ids <= 1 || s->mass <= s->e[s->list[i]]) break;
+        s->ids--, s->mass -= s->e[s->list[i]];
+    }
+    cut[0] = s->y[s->list[i]], cut[1] = int_as_float((int32_t)s->list[i]);
+}
+
+SHARED void kernel_sample_filter(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const sample_filter_params *p = call->params;
+    const Request *r = call->arg[sample_filter_REQUEST];
+    const float *y = call->arg[sample_filter_Y], *stats = call->arg[sample_filter_STATS];
+    const uint32_t vocab = (uint32_t)r->vocab < p->count ? (uint32_t)r->vocab : p->count;
+    const int limited = r->top_k > 0 && (uint32_t)r->top_k < vocab;
+    float *cut = call->arg[sample_filter_CUT], top = -INFINITY;
+    (void)begin, (void)end;
+    cut[0] = -INFINITY, cut[1] = int_as_float(NO_ID);
+    for (uint32_t i = 0; i < p->groups; i++) top = stats[4 * i + 2] > top ? stats[4 * i + 2] : top;
+    // Without a finite maximum there is nothing to choose from: `advance` reports it.
+    if (r->temperature == 0 || !(top - top == 0)) return;
+    if (r->top_p < 1 || limited) {
+        char *memory = cpu_scratch(worker, DISTANCE_BUCKETS * 12 + (size_t)vocab * 8);
+        selection s = {.y = y, .mass = INFINITY, .ids = limited ? (uint32_t)r->top_k : vocab};
+        s.sum = (double *)memory;
+        s.tally = (uint32_t *)(s.sum + DISTANCE_BUCKETS);
+        s.e = (float *)(s.tally + DISTANCE_BUCKETS);
+        s.list = (uint32_t *)(s.e + vocab);
+        selection_end(&s, vocab, top, r->top_p, cut);
+    }
+    if (r->min_p > 0) {
+        float least = (float)((double)top + log((double)r->min_p));
+        if (least > cut[0]) cut[0] = least, cut[1] = int_as_float(NO_ID);
+    }
+}
+
+// ---- draw -----------------------------------------------------------------------------------------------------------
+
+// Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
+INLINE void philox(uint32_t seed_low, uint32_t seed_high, uint32_t c0, uint32_t c1, uint32_t out[4]) {
+    uint32_t c2 = 0, c3 = 0;
+    UNROLL
+    for (int i = 0; i < 10; i++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ seed_low, c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ seed_high, c3 = (uint32_t)a;
+        seed_low += 0x9E3779B9u, seed_high += 0xBB67AE85u;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+// -ln(-ln u), u = (k + ½)/2²⁴ with k the word's upper 24 bits.  From u = ½ on it is 1 - u that float32 holds exactly.
+INLINE vf gumbel(vu word) {
+    const vf unit = vf_set(0x1p-24f);
+    vu k = word >> 8;
+    vf low = (__builtin_convertvector((vi)k, vf) + 0.5f) * unit;
+    vf rest = (__builtin_convertvector((vi)(0xffffff - k), vf) + 0.5f) * unit;
+    vf log_u = vf_select((vi)(k >= 0x800000), vf_log1p(-vf_select((vi)(k >= 0x800000), rest, vf_set(0.5f))), vf_log(low));
+    return -vf_log(-log_u);
+}
+
+// Of VL ids from i on (i a multiple of VL): word id%4 of the block (id/4, position).
+INLINE vf gumbel_of(const Request *r, uint32_t position, uint32_t i) {
+    uint32_t word[VL];
+    UNROLL
+    for (uint32_t j = 0; j < VL; j += 4) philox(r->seed_low, r->seed_high, (i + j) / 4, position, word + j);
+    vu v;
+    memcpy(&v, word, sizeof v);
+    return gumbel(v);
+}
+
+SHARED void kernel_sample_draw(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const sample_draw_params *p = call->params;
+    const Step *step = call->arg[sample_draw_STEP];
+    const Request *r = call->arg[sample_draw_REQUEST];
+    const float *y = call->arg[sample_draw_Y], *cut = call->arg[sample_draw_CUT];
+    const vf threshold = vf_set(cut[0]);
+    const vi last = vi_set(float_as_int(cut[1]));
+    (void)worker;
+    for (uint32_t group = begin; group < end; group++) {
+        id_range ids = slice_of(group, p->slice, r);
+        best_lanes best = best_none();
+        for (uint32_t i = ids.from / VL * VL; i < ids.to; i += VL) {
+            vf x = load_ids(y, i, ids.to, -INFINITY);
+            vi id = vi_iota() + (int32_t)i;
+            vi kept = ((x > threshold) | ((x == threshold) & (id <= last))) & (id >= vi_set((int32_t)ids.from));
+            x = vf_select(kept, x, vf_set(-INFINITY));
+            if (!vi_any(x > best.value) && r->temperature == 0) continue;
+            if (!vi_any(kept)) continue;
+            if (r->temperature != 0) x = x / r->temperature + gumbel_of(r, (uint32_t)(step->position + step->rows), i);
+            best_add(&best, x, i);
+        }
+        best_store(&best, (float *)call->arg[sample_draw_BEST] + 2 * (size_t)group);
+    }
+}
+
+// ---- results --------------------------------------------------------------------------------------------------------
+
+// The `want` greatest of x[0..count), greatest first, ties to the lower id; unused places are (-inf, -1).
+INLINE void top_of(const float *x, uint32_t count, uint32_t want, float *values, int32_t *ids) {
+    uint32_t held = 0;
+    for (uint32_t i = 0; i < want; i++) values[i] = -INFINITY, ids[i] = -1;
+    if (want == 0) return;
+    for (uint32_t i = 0; i < count; i += VL) {
+        vf v = load_ids(x, i, count, -INFINITY);
+        if (held == want && !vi_any(v > vf_set(values[want - 1]))) continue;
+        for (uint32_t j = i; j < i + VL && j < count; j++) {
+            if (held == want && !(x[j] > values[want - 1])) continue;
+            uint32_t at = held < want ? held++ : want - 1;
+            for (; at > 0 && x[j] > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+            values[at] = x[j], ids[at] = (int32_t)j;
+        }
+    }
+}
+
+SHARED void kernel_top_logprobs(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const top_logprobs_params *p = call->params;
+    const Request *r = call->arg[top_logprobs_REQUEST];
+    uint32_t count = (uint32_t)r->vocab < p->count ? (uint32_t)r->vocab : p->count;
+    (void)begin, (void)end, (void)worker;
+    top_of(call->arg[top_logprobs_LOGITS], count, (uint32_t)r->top_logprobs, call->arg[top_logprobs_TOP_VALUES],
+        call->arg[top_logprobs_TOP_IDS]);
+}
+
+// The token that the groups found, or NO_ID if a flag is set or there is none.
+INLINE int32_t chosen_token(const float *best, const int32_t *flags, uint32_t groups) {
+    float value = -INFINITY;
+    int32_t id = NO_ID, bad = 0;
+    for (uint32_t i = 0; i < groups; i++) {
+        bad |= flags[i];
+        if (better(best[2 * i], float_as_int(best[2 * i + 1]), value, id)) value = best[2 * i], id = float_as_int(best[2 * i + 1]);
+    }
+    return bad ? NO_ID : id;
+}
+
+INLINE void fill_logprobs(Output *out, const cpu_call *call, const Request *r, int32_t token, uint32_t groups) {
+    const float *logits = call->arg[advance_LOGITS], *values = call->arg[advance_TOP_VALUES];
+    const int32_t *ids = call->arg[advance_TOP_IDS];
+    double total = log_sum_exp(call->arg[advance_STATS], groups, 4);
+    out->logprob = (float)(logits[token] - total);
+    out->top_count = r->top_logprobs < r->vocab ? r->top_logprobs : r->vocab;
+    for (int32_t i = 0; i < out->top_count; i++) out->top_ids[i] = ids[i], out->top_logprobs[i] = (float)(values[i] - total);
+}
+
+SHARED void kernel_advance(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const advance_params *p = call->params;
+    const Step step = *(const Step *)call->arg[advance_STEP];
+    const Request *r = call->arg[advance_REQUEST];
+    Output *out = (Output *)call->arg[advance_OUTPUTS] + step.count % LILY_OUTPUT_RING;
+    const int32_t token = chosen_token(call->arg[advance_BEST], call->arg[advance_FLAGS], p->groups);
+    const int32_t position = step.position + step.rows, count = step.count + 1;
+    int32_t stop = 0;
+    (void)begin, (void)end, (void)worker;
+    out->logprob = 0;
+    out->top_count = 0;
+    out->position = position;
+    if (token == NO_ID) {
+        out->token = -1;
+        out->status = LILY_STATUS_NONFINITE;
+        stop = 1;
+    } else {
+        for (int32_t i = 0; i < r->stop_count; i++) stop |= token == r->stop_ids[i];
+        out->token = token;
+        out->status = stop ? LILY_STATUS_STOP : LILY_STATUS_OK;
+        if (p->logprobs) fill_logprobs(out, call, r, token, p->groups);
+        *(int32_t *)call->arg[advance_NEXT_IDS] = token;
+        ((int32_t *)call->arg[advance_HISTORY])[position] = token;
+        ((uint32_t *)call->arg[advance_COUNTS])[token]++;
+    }
+    *(Step *)call->arg[advance_NEXT_STEP] = (Step){position, 1, count, step.stopped || stop};
+    // The host reads the ring while later steps run: `count` tells that the entry is complete.
+    __atomic_store_n(&out->count, count, __ATOMIC_RELEASE);
+}
+
+SHARED void kernel_score_rows(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const score_rows_params *p = call->params;
+    const uint32_t rows = (uint32_t)((const Step *)call->arg[score_rows_STEP])->rows;
+    const Request *r = call->arg[score_rows_REQUEST];
+    const int32_t *target = call->arg[score_rows_TARGET];
+    const uint32_t vocab = (uint32_t)r->vocab < p->count ? (uint32_t)r->vocab : p->count;
+    (void)worker;
+    for (uint32_t i = begin; i < end && i < p->limit && p->first + i < rows; i++) {
+        const float *logits = (const float *)call->arg[score_rows_LOGITS] + (size_t)i * p->count;
+        size_t m = p->first + i;
+        float *values = (float *)call->arg[score_rows_TOP_LOGPROBS] + m * p->top, stats[2];
+        vi bad = vi_set(0);
+        for (uint32_t j = 0; j < vocab; j += VL) bad |= not_finite(load_ids(logits, j, vocab, 0));
+        stats[0] = max_of(logits, 0, vocab);
+        stats[1] = (float)exp_total(logits, 0, vocab, stats[0]);
+        double total = log_sum_exp(stats, 1, 2);
+        ((float *)call->arg[score_rows_LOGPROBS])[m] = target[m] >= 0 ? (float)(logits[target[m]] - total) : 0;
+        top_of(logits, vocab, p->top, values, (int32_t *)call->arg[score_rows_TOP_IDS] + m * p->top);
+        for (uint32_t j = 0; j < p->top; j++) values[j] = (float)(values[j] - total);
+        ((int32_t *)call->arg[score_rows_FLAGS])[m] = vi_any(bad);
+    }
+}
+
+#endif

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python's side of a device library (objc_shim/lily_device.h): buffers, kernels, recorded lists, submission.
+
+Loading, recording and small transfers happen here, through ctypes.  The per-token loop does not: it calls the same
+functions by pointer (``lily/_submit.pyx``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from lily.errors import DeviceError, InvalidRequestError
+from lily.kernels import Kernel
+from lily.plan.views import Plan
+
+ABI_VERSION = 1
+OK, EINVAL, ENOMEM, ENOTFOUND, EFAILED, ETIMEOUT, ELOST = range(7)
+_FOREVER = (1 << 64) - 1
+_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+_LIBRARIES = {"cpu": f"cpu/liblily_cpu.{_SUFFIX}"}
+
+
+class _Arg(ctypes.Structure):
+    _fields_ = (("buffer", ctypes.c_void_p), ("offset", ctypes.c_uint64))
+
+
+_P, _U32, _U64, _INT = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
+_OUT = ctypes.POINTER(ctypes.c_void_p)
+_U32x3 = ctypes.c_uint32 * 3
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "lily_abi_version": (_U32, []),
+    "lily_open": (_INT, [ctypes.c_char_p, _OUT, ctypes.c_char_p, ctypes.c_size_t]),
+    "lily_close": (None, [_P]),
+    "lily_error": (ctypes.c_char_p, [_P]),
+    "lily_info": (_INT, [_P, ctypes.c_char_p, ctypes.c_size_t]),
+    "lily_buffer_new": (_INT, [_P, _U64, _OUT]),
+    "lily_buffer_free": (None, [_P]),
+    "lily_buffer_contents": (_P, [_P]),
+    "lily_kernel_get": (_INT, [_P, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32), _U32, _OUT]),
+    "lily_list_new": (_INT, [_P, _OUT]),
+    "lily_list_free": (None, [_P]),
+    "lily_list_dispatch": (
+        _INT,
+        [_P, _P, ctypes.POINTER(_Arg), _U32, ctypes.c_char_p, _U32, _U32x3, _U32x3, _INT],
+    ),
+    "lily_list_end": (_INT, [_P]),
+    "lily_submit": (_INT, [_P, ctypes.POINTER(ctypes.c_void_p), _U32, ctypes.POINTER(_U64)]),
+    "lily_completed": (_U64, [_P]),
+    "lily_wait": (_INT, [_P, _U64, _U64]),
+    "lily_seconds": (ctypes.c_double, [_P, _U64]),
+}
+
+
+def library_path(device: str) -> Path:
+    """Where the library of ``device`` is installed; DeviceError if there is none for this platform."""
+    if device not in _LIBRARIES:
+        raise DeviceError(f"there is no {device!r} device in this build; available: {', '.join(_LIBRARIES)}")
+    path = Path(__file__).parent / _LIBRARIES[device]
+    if not path.exists():
+        raise DeviceError(f"the library of the {device!r} device is missing ({path.name}): build it with `make build`")
+    return path
+
+
+def _load(path: Path) -> Any:
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise DeviceError(f"{path.name} cannot be loaded: {error}") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    if lib.lily_abi_version() != ABI_VERSION:
+        raise DeviceError(
+            f"{path.name} speaks version {lib.lily_abi_version()} of the device interface, expected {ABI_VERSION}: "
+            "rebuild it with `make build`"
+        )
+    return lib
+
+
+class Buffer:
+    """Memory that host and device share. ``array`` views it; the view dies with the buffer."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        handle = ctypes.c_void_p()
+        device._check(device.lib.lily_buffer_new(device.handle, max(nbytes, 16), ctypes.byref(handle)))
+        self.device, self.nbytes, self.handle = device, nbytes, handle
+        self.address: int = device.lib.lily_buffer_contents(handle)
+        raw = (ctypes.c_uint8 * max(nbytes, 16)).from_address(self.address)
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(raw, np.uint8)[:nbytes]
+
+    def array(self, dtype: Any, count: int = -1) -> np.ndarray[Any, Any]:
+        """The contents as ``dtype``."""
+        whole = self.bytes[: self.nbytes // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize].view(dtype)
+        return whole if count < 0 else whole[:count]
+
+    def free(self) -> None:
+        """Gives the memory back; nothing submitted may still use it."""
+        if self.handle:
+            self.device.lib.lily_buffer_free(self.handle)
+            self.handle = ctypes.c_void_p()
+            self.bytes = np.empty(0, np.uint8)
+
+
+class CommandList:
+    """A recorded plan, to be submitted any number of times."""
+
+    def __init__(self, device: Device, handle: ctypes.c_void_p, name: str) -> None:
+        self.device, self.handle, self.name = device, handle, name
+
+    def free(self) -> None:
+        """Gives the list back; none of its submissions may be unfinished."""
+        if self.handle:
+            self.device.lib.lily_list_free(self.handle)
+            self.handle = ctypes.c_void_p()
+
+
+class Device:
+    """An open device. Errors of the library are raised as DeviceError."""
+
+    def __init__(self, name: str, *, library: Path | None = None, **options: object) -> None:
+        """Opens ``name`` with options (for cpu: threads, isa, null)."""
+        self.name = name
+        self.lib = _load(library or library_path(name))
+        text = "\n".join(f"{k}={v}" for k, v in options.items() if v is not None)
+        handle, message = ctypes.c_void_p(), ctypes.create_string_buffer(1024)
+        if self.lib.lily_open(text.encode(), ctypes.byref(handle), message, len(message)) != OK:
+            raise DeviceError(message.value.decode("utf-8", "replace"))
+        self.handle = handle
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for everything submitted and closes; repeated calls do nothing."""
+        if self.handle:
+            self.lib.lily_close(self.handle)
+            self.handle = ctypes.c_void_p()
+
+    def _check(self, code: int) -> None:
+        if code == OK:
+            return
+        text = self.lib.lily_error(self.handle)
+        message = text.decode("utf-8", "replace") if text else f"error {code}"
+        raise (InvalidRequestError if code == EINVAL else DeviceError)(f"{self.name} device: {message}")
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What the library says about itself: name, isa, threads …"""
+        out = ctypes.create_string_buffer(4096)
+        self._check(self.lib.lily_info(self.handle, out, len(out)))
+        lines = out.value.decode("utf-8", "replace").splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """New zero-filled shared memory."""
+        return Buffer(self, nbytes)
+
+    def kernel(self, kernel: Kernel, constants: Iterable[int] = ()) -> ctypes.c_void_p:
+        """The kernel of the table, specialised; DeviceError if this device has none."""
+        values = list(constants)
+        handle = ctypes.c_void_p()
+        array = (ctypes.c_int32 * max(len(values), 1))(*values)
+        self._check(self.lib.lily_kernel_get(self.handle, kernel.name.encode(), array, len(values), ctypes.byref(handle)))
+        return handle
+
+    def record(self, plan: Plan, buffers: Mapping[str, Buffer]) -> CommandList:
+        """Records ``plan`` with its buffer names bound to ``buffers``."""
+        for name, size in plan.buffers.items():
+            if name not in buffers or buffers[name].nbytes < size:
+                have = buffers[name].nbytes if name in buffers else 0
+                raise DeviceError(f"plan {plan.name} needs {size} bytes in buffer {name!r}, bound are {have}")
+        handle = ctypes.c_void_p()
+        self._check(self.lib.lily_list_new(self.handle, ctypes.byref(handle)))
+        out = CommandList(self, handle, plan.name)
+        for d in plan.dispatches:
+            args = (_Arg * len(d.views))(*((buffers[v.buffer].handle, v.offset) for v in d.views))
+            params = pack_params(d.kernel, d.params)
+            self._check(
+                self.lib.lily_list_dispatch(
+                    handle, self.kernel(d.kernel, d.constants), args, len(d.views), params, len(params),
+                    _U32x3(*d.grid), _U32x3(*d.threads), d.barrier,
+                )
+            )  # fmt: skip
+        self._check(self.lib.lily_list_end(handle))
+        return out
+
+    def submit(self, lists: Iterable[CommandList]) -> int:
+        """Queues the lists; returns the ticket to wait for."""
+        handles = [item.handle for item in lists]
+        array = (ctypes.c_void_p * len(handles))(*(h.value for h in handles))
+        ticket = ctypes.c_uint64()
+        self._check(self.lib.lily_submit(self.handle, array, len(handles), ctypes.byref(ticket)))
+        return ticket.value
+
+    def wait(self, ticket: int, timeout: float | None = None) -> bool:
+        """Whether ``ticket`` finished within ``timeout`` seconds; DeviceError if it failed. Releases the GIL."""
+        nanoseconds = _FOREVER if timeout is None else int(timeout * 1e9)
+        code = self.lib.lily_wait(self.handle, ticket, nanoseconds)
+        if code == ETIMEOUT:
+            return False
+        self._check(code)
+        return True
+
+    def seconds(self, ticket: int) -> float:
+        """Device time of a recent ticket; negative if unknown."""
+        return float(self.lib.lily_seconds(self.handle, ticket))
+
+    def function(self, name: str) -> int:
+        """Address of one of the library's functions, for calls from Cython."""
+        address = ctypes.cast(getattr(self.lib, name), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+
+_FORMATS = {"u32": "I", "i32": "i", "f32": "f"}
+
+
+def pack_params(kernel: Kernel, values: Iterable[int | float]) -> bytes:
+    """The kernel's parameter struct."""
+    return struct.pack("<" + "".join(_FORMATS[t] for _, t in kernel.params), *values)

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence on one device: memory, recorded lists, prompt chunks and decode steps.  No text, no policy of requests.
+
+The device holds the tokens' KV rows and two state slots.  ``Runner.tokens`` are the tokens that the current slot has
+consumed.  Earlier points can be resumed: the other slot (one chunk or one step before) and snapshots, which own copies
+of the state; KV rows up to such a point stay valid until ``resume`` drops what lies beyond it.
+Not handled: several sequences at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lily._submit import DecodePipeline
+from lily.config import ModelConfig
+from lily.device import Buffer, CommandList, Device
+from lily.errors import ContextLengthError, DeviceError
+from lily.kernels import OUTPUT_RING, STATUS_NONFINITE
+from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
+from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, step_buffers, struct_bytes
+from lily.policy import Policy
+from lily.sampling import REQUEST_DTYPE, SamplingParams, fill_request
+from lily.weights_map import WeightsMap
+
+STEP_DTYPE = np.dtype([("position", "<i4"), ("rows", "<i4"), ("count", "<i4"), ("stopped", "<i4")])
+OUTPUT_DTYPE = np.dtype(
+    [
+        ("token", "<i4"), ("position", "<i4"), ("status", "<i4"), ("count", "<i4"), ("logprob", "<f4"),
+        ("top_count", "<i4"), ("top_ids", "<i4", (20,)), ("top_logprobs", "<f4", (20,)),
+    ]
+)  # fmt: skip
+assert OUTPUT_DTYPE.itemsize == struct_bytes("Output") and REQUEST_DTYPE.itemsize == struct_bytes("Request")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A sampled token as the device reported it."""
+
+    id: int
+    position: int
+    stopped: bool
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+_Key = tuple[str, int, int]  # kind of plan, rows, and: how to sample, or how many top ids to score
+_DECODE: _Key = ("decode", 1, 0)
+_SAMPLED, _GREEDY, _LOGPROBS = range(3)
+
+
+@dataclass
+class _Snapshot:
+    position: int
+    state: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Runner:
+    """Runs prompts and decode steps of one sequence.
+
+    ``max_context`` bounds the tokens of the sequence; ``snapshots`` is how many state copies are kept.
+    """
+
+    def __init__(
+        self, device: Device, config: ModelConfig, policy: Policy, weights: WeightsMap,
+        weight_buffers: dict[str, Buffer], *, max_context: int, vocab: int, snapshots: int = 4,
+    ) -> None:  # fmt: skip
+        self.device, self.config, self.policy, self.weights = device, config, policy, weights
+        self.max_context, self.vocab = max_context, vocab
+        self.tokens: list[int] = []
+        self._slot = 0  # the slot that holds the current state
+        self._previous = -1  # position of the other slot's state, -1 if it holds none
+        self._snapshots: list[_Snapshot] = []
+        self._snapshot_limit = snapshots
+        self._capacity = 0
+        self._plans: dict[_Key, Plan] = {}
+        self._recorded: dict[_Key, tuple[CommandList, CommandList]] = {}
+        self._buffers: dict[str, Buffer] = dict(weight_buffers)
+        state = StateLayout.of(config, policy).nbytes
+        small = step_buffers(config, policy, 0)
+        for slot in "AB":
+            self._buffers[f"state.{slot}"] = device.buffer(state)
+            self._buffers[f"step.{slot}"] = device.buffer(small["step.in"])
+            self._buffers[f"ids.{slot}"] = device.buffer(small["ids.in"])
+        for name, size in small.items():
+            if name.split(".")[0] not in SLOTTED and name != "history":
+                self._buffers[name] = device.buffer(size)
+        outputs = self._buffers["outputs"]
+        self._outputs = outputs.array(OUTPUT_DTYPE)
+        handle = device.handle.value
+        assert handle is not None
+        self._pipeline = DecodePipeline(
+            handle, device.function("lily_submit"), device.function("lily_wait"), outputs.address,
+            OUTPUT_DTYPE.itemsize, OUTPUT_RING,
+        )  # fmt: skip
+        self._reserve(1)
+
+    # ---- memory
+    @property
+    def capacity(self) -> int:
+        """Tokens that the KV cache holds now."""
+        return self._capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes in use, weights included."""
+        return sum(b.nbytes for b in self._buffers.values())
+
+    def _reserve(self, tokens: int) -> None:
+        """Grows the KV cache to hold ``tokens``; recorded lists that name it are dropped."""
+        if tokens <= self._capacity:
+            return
+        capacity = min(self.policy.kv_capacity(tokens), self.policy.kv_capacity(self.max_context))
+        row, used = kv_row_bytes(self.config), len(self.tokens)
+        sizes = {f"kv.{layer}.{which}": capacity * row for layer in kv_layers(self.config) for which in "kv"}
+        sizes["history"] = step_buffers(self.config, self.policy, capacity)["history"]
+        self._drop_lists()
+        self._plans.clear()
+        for name, size in sizes.items():
+            old, new = self._buffers.get(name), self.device.buffer(size)
+            if old is not None:
+                keep = old.nbytes if name == "history" else used * row
+                new.bytes[:keep] = old.bytes[:keep]
+                old.free()
+            self._buffers[name] = new
+        self._capacity = capacity
+
+    def _drop_lists(self) -> None:
+        for pair in self._recorded.values():
+            for item in pair:
+                item.free()
+        self._recorded.clear()
+
+    def _lists(self, *keys: _Key) -> list[tuple[CommandList, CommandList]]:
+        """The recorded lists of each plan, for state slots A→B and B→A. Nothing may be in flight when one is new."""
+        plans = [self._plan(key) for key in keys]
+        self._allocate("scratch", max(plan.scratch_bytes for plan in plans))
+        for key, plan in zip(keys, plans, strict=True):
+            if key not in self._recorded:
+                a, b = (self.device.record(plan, self._bound(slot)) for slot in (0, 1))
+                self._recorded[key] = (a, b)
+        return [self._recorded[key] for key in keys]
+
+    def _plan(self, key: _Key) -> Plan:
+        if key not in self._plans:
+            kind, rows, option = key
+            b = Builder(self.config, self.policy, rows=rows, capacity=self._capacity, weights=self.weights)
+            if kind == "decode":
+                self._plans[key] = decode_plan(b)
+            elif kind == "sample":
+                self._plans[key] = sample_plan(b, greedy=option == _GREEDY, logprobs=option == _LOGPROBS)
+            else:
+                self._plans[key] = prefill_plan(b, score_top=option if kind == "score" else None)
+        return self._plans[key]
+
+    def _allocate(self, name: str, nbytes: int) -> None:
+        """Makes the buffer ``name`` at least ``nbytes`` large; its contents are lost and recorded lists dropped."""
+        old = self._buffers.get(name)
+        if old is None or old.nbytes < nbytes:
+            self._drop_lists()
+            if old is not None:
+                old.free()
+            self._buffers[name] = self.device.buffer(nbytes)
+
+    def _bound(self, slot: int) -> dict[str, Buffer]:
+        names = dict(self._buffers)
+        for base in SLOTTED:
+            names[f"{base}.in"] = self._buffers[f"{base}.{'AB'[slot]}"]
+            names[f"{base}.out"] = self._buffers[f"{base}.{'BA'[slot]}"]
+        return names
+
+    def _prefill_key(self, rows: int) -> _Key:
+        return ("prefill", self.policy.bucket(rows), 0)
+
+    # ---- reuse of earlier work
+    def resume(self, prompt: Sequence[int]) -> int:
+        """Goes to the latest point that ``prompt`` shares, leaving at least one token to run; returns its position."""
+        shared = common_prefix(self.tokens, prompt)
+        limit = min(shared, len(prompt) - 1)
+        candidates = [(s.position, "snapshot") for s in self._snapshots]
+        if self.policy.rows_invariant:  # elsewhere only states on chunk edges give a cold run's bits
+            candidates = [(len(self.tokens), "current"), (self._previous, "previous"), *candidates]
+        position, where = max(((p, w) for p, w in candidates if 0 < p <= limit), default=(0, "start"))
+        if where == "previous":
+            self._slot ^= 1
+        elif where == "snapshot":
+            saved = next(s for s in self._snapshots if s.position == position)
+            self._state()[:] = saved.state
+        elif where == "start":
+            self._state()[:] = 0
+        if where != "current":
+            self._previous = -1
+        self.tokens = list(prompt[:position])
+        self._snapshots = [s for s in self._snapshots if s.position <= position]
+        return position
+
+    def reset(self) -> None:
+        """Forgets the sequence: zero state, no snapshots."""
+        self._snapshots.clear()
+        self.tokens = []
+        self._previous = -1
+        self._state()[:] = 0
+
+    def _state(self, slot: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self._buffers[f"state.{'AB'[self._slot if slot is None else slot]}"].bytes
+
+    def snapshot(self) -> None:
+        """Copies the current state, to be resumed later; the oldest copies beyond the limit go."""
+        position = len(self.tokens)
+        if self._snapshot_limit and position and all(s.position != position for s in self._snapshots):
+            self._snapshots.append(_Snapshot(position, self._state().copy()))
+            self._snapshots = self._snapshots[-self._snapshot_limit :]
+
+    # ---- prompt
+    def prefill(self, chunk: Sequence[int]) -> None:
+        """Appends ``chunk`` (at most the largest bucket) and waits."""
+        self._reserve(len(self.tokens) + len(chunk))
+        lists = self._lists(self._prefill_key(len(chunk)))
+        self.device.wait(self._submit_chunk(chunk, lists))
+
+    def _submit_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> int:
+        start, slot = len(self.tokens), self._slot
+        step = self._buffers[f"step.{'AB'[slot]}"].array(STEP_DTYPE)
+        step[0] = (start, len(chunk), 0, 0)
+        self._buffers[f"ids.{'AB'[slot]}"].array(np.int32)[: len(chunk)] = chunk
+        self._buffers["history"].array(np.int32)[start : start + len(chunk)] = chunk
+        ticket = self.device.submit([pair[slot] for pair in lists])
+        self._previous = start
+        self._slot ^= 1
+        self.tokens.extend(chunk)
+        return ticket
+
+    # ---- reply
+    def start(self, chunk: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limit: int) -> None:
+        """Runs the prompt's last ``chunk`` and keeps up to two steps in flight; at most ``limit`` tokens will come."""
+        self._reserve(min(len(self.tokens) + len(chunk) + limit, self.policy.kv_capacity(len(self.tokens) + len(chunk) + 1)))
+        fill_request(
+            self._buffers["request"].array(REQUEST_DTYPE)[0], self._buffers["bias.ids"].array(np.int32),
+            self._buffers["bias.values"].array(np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
+        )  # fmt: skip
+        self._buffers["counts"].bytes[:] = 0
+        self._logprobs = params.logprobs is not None
+        how = _LOGPROBS if self._logprobs else _GREEDY if params.greedy else _SAMPLED
+        self._sample_key: _Key = ("sample", 1, how)
+        self._limit, self._produced = limit, 0
+        prefill, _, sample = self._lists(self._prefill_key(len(chunk)), _DECODE, self._sample_key)
+        ticket = self._submit_chunk(chunk, [prefill, sample])
+        self._begin(limit)
+        self._pipeline.adopt(ticket)
+
+    def _begin(self, limit: int) -> None:
+        """Points the pipeline at the lists for the room that the KV cache has."""
+        room = self._capacity - len(self.tokens)  # the first token of a request needs none
+        decode, sample = self._lists(_DECODE, self._sample_key)
+        handles = [[item.handle.value for item in (decode[slot], sample[slot])] for slot in (0, 1)]
+        depth = 1 if self.policy.off("handoff") else 2
+        first = 1 if self._produced == 0 else 0
+        self._burst = min(limit, room + first)
+        self._pipeline.begin(handles[0], handles[1], self._slot, depth, self._produced, self._burst)
+
+    def next(self) -> Token | None:
+        """The next token of the reply; None after ``limit`` tokens. DeviceError for a failure or non-finite logits."""
+        if self._produced >= self._limit:
+            return None
+        if self._pipeline.finished >= self._burst:
+            self._grow_and_go_on()
+        result = self._pipeline.next()
+        if result is None:
+            self._check_failure()
+            return None
+        id, position, status, logprob = result
+        if self._produced:
+            self._consumed()
+        if status == STATUS_NONFINITE:
+            self.stop()
+            self.reset()
+            raise DeviceError(
+                f"the logits at position {position} are not finite: the weights are damaged, or a kernel is wrong; "
+                "run `lily doctor` or try `--device cpu`"
+            )
+        self._produced += 1
+        self._last = id
+        return self._token(id, position, status, logprob)
+
+    def _token(self, id: int, position: int, status: int, logprob: float) -> Token:
+        if not self._logprobs:
+            return Token(id, position, status != 0)
+        record = self._outputs[(self._produced - 1) % OUTPUT_RING]
+        n = int(record["top_count"])
+        top = tuple(zip(record["top_ids"][:n].tolist(), record["top_logprobs"][:n].tolist(), strict=True))
+        return Token(id, position, status != 0, logprob, top)
+
+    def _consumed(self) -> None:
+        """A decode step has run: its input token is part of the state now."""
+        self._previous = len(self.tokens)
+        self.tokens.append(self._last)
+        self._slot ^= 1
+
+    def _grow_and_go_on(self) -> None:
+        """The KV cache is full and nothing is in flight: more room, lists recorded anew, the next burst."""
+        self._reserve(len(self.tokens) + 1)
+        self._begin(self._limit - self._produced)
+
+    def _check_failure(self) -> None:
+        if self._pipeline.failed:
+            text = self.device.lib.lily_error(self.device.handle)
+            self._pipeline.drain()
+            self.reset()
+            raise DeviceError(f"{self.device.name} device: {text.decode('utf-8', 'replace') if text else 'step failed'}")
+
+    def stop(self) -> None:
+        """Ends the reply. Steps that ran beyond the tokens read are waited for and accounted for."""
+        extra = self._pipeline.drain()
+        produced = self._produced
+        for i in range(extra):
+            if produced + i:
+                self._consumed()
+            self._last = int(self._outputs[(produced + i) % OUTPUT_RING]["token"])
+
+    # ---- scoring
+    def score(self, chunk: Sequence[int], targets: Sequence[int], top: int) -> tuple[Any, Any, Any, Any]:
+        """Appends ``chunk``; log-probabilities of ``targets`` after each of its tokens, the ``top`` best ids and theirs."""
+        rows = self.policy.bucket(len(chunk))
+        self._reserve(len(self.tokens) + len(chunk))
+        sizes = {"targets": 1, "logprobs": 1, "flags": 1, "ids": max(top, 4), "values": max(top, 4)}
+        for name, width in sizes.items():
+            self._allocate(f"score.{name}", self.policy.buckets[-1] * width * 4)
+        lists = self._lists(("score", rows, top))
+        n, slot = len(chunk), self._slot
+        self._buffers["request"].array(REQUEST_DTYPE)["vocab"] = self.vocab
+        self._buffers["score.targets"].array(np.int32)[:n] = targets
+        self.device.wait(self._submit_chunk(chunk, lists))
+        out = {name: self._buffers[f"score.{name}"] for name in ("logprobs", "ids", "values", "flags")}
+        return (
+            out["logprobs"].array(np.float32)[:n].copy(),
+            out["ids"].array(np.int32)[: n * top].reshape(n, top).copy(),
+            out["values"].array(np.float32)[: n * top].reshape(n, top).copy(),
+            out["flags"].array(np.int32)[:n].copy(),
+        )
+
+    def check_context(self, prompt: int, what: str = "prompt") -> None:
+        """ContextLengthError unless ``prompt`` tokens leave room for one more."""
+        if prompt >= self.max_context:
+            raise ContextLengthError(
+                f"the {what} has {prompt} tokens, the context holds {self.max_context} of them with the reply; "
+                f"shorten it, or allow more with max_context (the model's limit is {self.config.max_position_embeddings})"
+            )
+
+    def close(self) -> None:
+        """Frees lists and buffers; the weights' too."""
+        self._pipeline.drain()
+        self._drop_lists()
+        for b in self._buffers.values():
+            b.free()
+        self._buffers.clear()
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading tokens that are equal."""
+    n = min(len(a), len(b))
+    x, y = np.asarray(a[:n], np.int64), np.asarray(b[:n], np.int64)
+    different = np.flatnonzero(x != y)
+    return int(different[0]) if len(different) else n

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint's tensors to device buffers, in the layout that the kernels want.
+
+Layouts of a quantised matrix [n, k] (MLX words: 32/bits consecutive weights, lowest bits first):
+
+``rows``    words [n, k·bits/32], then scales bf16 [n, k/group], then biases bf16 [n, k/group]; each section begins at a
+            multiple of 256 bytes.
+``rows16``  blocks of 16 rows, n padded with zeros; a block holds, per group of columns, (group·bits/32) × 16 words (word
+            j of all 16 rows side by side), 16 scales and 16 biases: one vector register takes one word of 16 rows.
+
+Each tensor is read once, by pread, a bounded piece at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from lily.checkpoint import Checkpoint
+from lily.errors import CheckpointError
+from lily.weights_map import Dense, Matrix, WeightsMap, align
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Progress = Callable[[int], None]
+
+_PIECE_BYTES = 32 << 20  # of packed weights that are held in host memory at once
+_UNSCALED = ("A_log", "dt_bias")  # tensors whose name has no .weight
+
+
+def load_weights(
+    checkpoint: Checkpoint, weights: WeightsMap, buffers: Mapping[str, Bytes], progress: Progress = lambda n: None
+) -> None:
+    """Fills the buffers of ``weights``; ``progress`` gets the number of checkpoint bytes done since its last call.
+
+    Raises CheckpointError where a tensor cannot be read or represented.
+    """
+    loader = _Loader(checkpoint, buffers, progress)
+    loader.matrix(weights.embed)
+    loader.inverse_frequencies(weights)
+    for layer in weights.layers:
+        for matrix in _matrices(layer):
+            loader.matrix(matrix)
+        for dense in _dense(layer):
+            loader.dense(dense)
+    loader.dense(weights.norm)
+    loader.matrix(weights.head)
+
+
+def _fields(value: Any) -> Iterator[Any]:
+    for name in value.__dataclass_fields__:
+        item = getattr(value, name)
+        if name == "moe":
+            yield from _fields(item)
+        elif isinstance(item, tuple):
+            yield from item
+        else:
+            yield item
+
+
+def _matrices(layer: object) -> Iterator[Matrix]:
+    return (f for f in _fields(layer) if isinstance(f, Matrix))
+
+
+def _dense(layer: object) -> Iterator[Dense]:
+    return (f for f in _fields(layer) if isinstance(f, Dense))
+
+
+class _Loader:
+    def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, Bytes], progress: Progress) -> None:
+        self.checkpoint, self.buffers, self.progress = checkpoint, buffers, progress
+
+    def _target(self, view: Any) -> Bytes:
+        return self.buffers[view.buffer][view.offset : view.offset + view.nbytes]
+
+    def dense(self, dense: Dense) -> None:
+        """A small tensor as float32; raw RMSNorm weights get the 1 that conversion would have added."""
+        name = dense.module if dense.module.endswith(_UNSCALED) else dense.module + ".weight"
+        value = self.checkpoint.read_float32(name)
+        if self.checkpoint.raw_norms and dense.module.endswith("norm") and not dense.module.endswith("linear_attn.norm"):
+            value = value + np.float32(1)
+            if self.checkpoint.tensors[name].dtype == "BF16":
+                value = bf16_to_f32(f32_to_bf16(value))  # a converted checkpoint holds the rounded sum
+        self._target(dense.view).view(np.float32)[:] = value.reshape(-1)
+        self.progress(self.checkpoint.tensors[name].nbytes)
+
+    def inverse_frequencies(self, weights: WeightsMap) -> None:
+        """RoPE: theta^(-2i/rotary), i < rotary/2, in float32."""
+        c = self.checkpoint.config
+        i = np.arange(0, c.rotary_dim, 2, dtype=np.float64)
+        self._target(weights.inv_freq).view(np.float32)[:] = c.rope_theta ** (-i / c.rotary_dim)
+
+    def matrix(self, m: Matrix) -> None:
+        """All parts of a matrix, or of a stack of experts."""
+        write = {"rows": _write_rows, "rows16": _write_rows16}[m.layout]
+        target = self._target(m.view)
+        for first, count in self._expert_ranges(m):
+            words, scales, biases = self._read_stack(m, first, count)
+            out = target[first * m.expert_bytes : (first + count) * m.expert_bytes].reshape(count, m.expert_bytes)
+            write(out, words, scales, biases, m.spec.bits, m.spec.group_size)
+
+    def _expert_ranges(self, m: Matrix) -> Iterator[tuple[int, int]]:
+        step = max(1, _PIECE_BYTES // m.expert_bytes)
+        for first in range(0, m.experts, step):
+            yield first, min(step, m.experts - first)
+
+    def _read_stack(self, m: Matrix, first: int, count: int) -> tuple[Any, Any, Any]:
+        """(words, scales, biases) of experts [first, first+count), parts stacked by rows: [count, n, columns]."""
+        groups = m.k // m.spec.group_size
+        words = np.zeros((count, m.n, m.k * m.spec.bits // 32), np.uint32)
+        scales, biases = (np.zeros((count, m.n, groups), np.uint16) for _ in range(2))
+        for part in m.parts:
+            for suffix, out in (("weight", words), ("scales", scales), ("biases", biases)):
+                name = f"{part.module}.{suffix}"
+                piece = self._read(name, slice(first, first + count) if m.experts > 1 else None)
+                out[:, part.first : part.first + part.rows] = piece.reshape(count, part.rows, out.shape[2])
+        return words, scales, biases
+
+    def _read(self, name: str, rows: slice | None) -> Any:
+        info = self.checkpoint.tensors[name]
+        shape = info.shape if rows is None else (rows.stop - rows.start, *info.shape[1:])
+        raw = np.empty(shape, {"U32": np.uint32, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}[info.dtype])
+        self.checkpoint.read_into(name, raw, rows)
+        self.progress(raw.nbytes)
+        if info.dtype in ("F16", "F32"):
+            narrow = f32_to_bf16(raw.astype(np.float32))
+            if not np.array_equal(bf16_to_f32(narrow), raw.astype(np.float32)):
+                raise CheckpointError(
+                    f"{info}: {info.dtype} values that bfloat16 cannot hold; Lily keeps scales and biases in bfloat16. "
+                    "Convert the model with dtype bfloat16."
+                )
+            return narrow
+        return raw
+
+
+def _write_rows(out: Bytes, words: Any, scales: Any, biases: Any, bits: int, group: int) -> None:
+    count = len(out)
+    at = 0
+    for section in (words, scales, biases):
+        flat = section.reshape(count, -1).view(np.uint8)
+        out[:, at : at + flat.shape[1]] = flat
+        at = align(at + flat.shape[1])
+
+
+def _write_rows16(out: Bytes, words: Any, scales: Any, biases: Any, bits: int, group: int) -> None:
+    count, n, _ = words.shape
+    groups, per_group = scales.shape[2], group * bits // 32
+    blocks = align(n, 16) // 16
+
+    def blocked(a: Any, inner: int) -> Any:
+        """[count, n, groups*inner] → [count, blocks, groups, inner, 16], padded."""
+        if n % 16:
+            a = np.concatenate([a, np.zeros((count, blocks * 16 - n, a.shape[2]), a.dtype)], 1)
+        return a.reshape(count, blocks, 16, groups, inner).transpose(0, 1, 3, 4, 2)
+
+    block_bytes = per_group * 64 + 64
+    body = out[:, : blocks * groups * block_bytes].reshape(count, blocks, groups, block_bytes)
+    body[..., : per_group * 64] = np.ascontiguousarray(blocked(words, per_group)).view(np.uint8).reshape(
+        count, blocks, groups, per_group * 64
+    )
+    for at, part in ((0, scales), (32, biases)):
+        body[..., per_group * 64 + at : per_group * 64 + at + 32] = np.ascontiguousarray(blocked(part, 1)).view(
+            np.uint8
+        ).reshape(count, blocks, groups, 32)
+
+
+def f32_to_bf16(x: Any) -> Any:
+    """Bits of bfloat16, rounded to nearest even."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def bf16_to_f32(bits: Any) -> Any:
+    """float32 values of bfloat16 bits."""
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
