@@ -16,14 +16,16 @@ MAX_JSON_BYTES = 16 << 20
 """Bound for config, index and shard headers; the 35B model's largest is 216 KB."""
 
 
+# Python's own limit is higher in newer versions for parsing than for comparing and printing what was parsed.
+_MAX_DEPTH = 32
+
+
 def show(value: object, limit: int = 80) -> str:
     """A value from a file as printable text of bounded length, for use in messages."""
     try:
         text = ascii(value)
     except ValueError:  # an int beyond sys.set_int_max_str_digits()
         return "a number of thousands of digits"
-    except RecursionError:
-        return "a deeply nested value"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -31,8 +33,10 @@ def parse_object(data: bytes, source: str) -> dict[str, Any]:
     """Parse one JSON object; raises CheckpointError that begins with source."""
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
+        if _depth_exceeds(value, _MAX_DEPTH):
+            raise RecursionError
     except RecursionError:
-        raise CheckpointError(f"{source}: JSON is nested too deeply") from None
+        raise CheckpointError(f"{source}: JSON is nested too deeply, expected at most {_MAX_DEPTH} levels") from None
     except ValueError as error:  # covers UnicodeDecodeError, JSONDecodeError and over-long integers
         raise CheckpointError(f"{source}: not valid UTF-8 JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -69,6 +73,16 @@ def open_regular(path: Path) -> tuple[int, int]:
         os.close(descriptor)
         raise CheckpointError(f"{path}: is not a regular file")
     return descriptor, info.st_size
+
+
+def _depth_exceeds(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return False
+    return True
 
 
 def _reject_constant(name: str) -> NoReturn:
