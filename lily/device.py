@@ -59,6 +59,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+def choose_device(name: str) -> str:
+    """The device that ``auto`` stands for on this machine; other names as they are."""
+    return "cpu" if name == "auto" else name
+
+
 def library_path(device: str) -> Path:
     """Where the library of ``device`` is installed; DeviceError if there is none for this platform."""
     if device not in _LIBRARIES:
@@ -89,37 +94,38 @@ class Buffer:
     """Memory that host and device share. ``array`` views it; the view dies with the buffer."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        handle = ctypes.c_void_p()
-        device._check(device.lib.lily_buffer_new(device.handle, max(nbytes, 16), ctypes.byref(handle)))
-        self.device, self.nbytes, self.handle = device, nbytes, handle
-        self.address: int = device.lib.lily_buffer_contents(handle)
-        raw = (ctypes.c_uint8 * max(nbytes, 16)).from_address(self.address)
+        self.device, self.nbytes = device, nbytes
+        self.handle = device._new("lily_buffer_new", max(nbytes, 16))
+        self.address: int = device.lib.lily_buffer_contents(self.handle)
+        raw: Any = (ctypes.c_uint8 * max(nbytes, 16)).from_address(self.address)
         self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(raw, np.uint8)[:nbytes]
 
     def array(self, dtype: Any, count: int = -1) -> np.ndarray[Any, Any]:
         """The contents as ``dtype``."""
-        whole = self.bytes[: self.nbytes // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize].view(dtype)
-        return whole if count < 0 else whole[:count]
+        size = np.dtype(dtype).itemsize
+        count = self.nbytes // size if count < 0 else count
+        return np.ndarray((count,), dtype, self.bytes.data)
 
     def free(self) -> None:
         """Gives the memory back; nothing submitted may still use it."""
         if self.handle:
             self.device.lib.lily_buffer_free(self.handle)
-            self.handle = ctypes.c_void_p()
+            self.handle = 0
             self.bytes = np.empty(0, np.uint8)
 
 
 class CommandList:
     """A recorded plan, to be submitted any number of times."""
 
-    def __init__(self, device: Device, handle: ctypes.c_void_p, name: str) -> None:
-        self.device, self.handle, self.name = device, handle, name
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+        self.handle = device._new("lily_list_new")
 
     def free(self) -> None:
         """Gives the list back; none of its submissions may be unfinished."""
         if self.handle:
             self.device.lib.lily_list_free(self.handle)
-            self.handle = ctypes.c_void_p()
+            self.handle = 0
 
 
 class Device:
@@ -133,7 +139,7 @@ class Device:
         handle, message = ctypes.c_void_p(), ctypes.create_string_buffer(1024)
         if self.lib.lily_open(text.encode(), ctypes.byref(handle), message, len(message)) != OK:
             raise DeviceError(message.value.decode("utf-8", "replace"))
-        self.handle = handle
+        self.handle = handle.value or 0
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +151,13 @@ class Device:
         """Waits for everything submitted and closes; repeated calls do nothing."""
         if self.handle:
             self.lib.lily_close(self.handle)
-            self.handle = ctypes.c_void_p()
+            self.handle = 0
+
+    def _new(self, function: str, *arguments: Any) -> int:
+        """Handle of a new object from a function whose last argument receives it."""
+        handle = ctypes.c_void_p()
+        self._check(getattr(self.lib, function)(self.handle, *arguments, ctypes.byref(handle)))
+        return handle.value or 0
 
     def _check(self, code: int) -> None:
         if code == OK:
@@ -166,13 +178,11 @@ class Device:
         """New zero-filled shared memory."""
         return Buffer(self, nbytes)
 
-    def kernel(self, kernel: Kernel, constants: Iterable[int] = ()) -> ctypes.c_void_p:
-        """The kernel of the table, specialised; DeviceError if this device has none."""
+    def kernel(self, kernel: Kernel, constants: Iterable[int] = ()) -> int:
+        """Handle of a kernel of the table, specialised; DeviceError if this device has none."""
         values = list(constants)
-        handle = ctypes.c_void_p()
         array = (ctypes.c_int32 * max(len(values), 1))(*values)
-        self._check(self.lib.lily_kernel_get(self.handle, kernel.name.encode(), array, len(values), ctypes.byref(handle)))
-        return handle
+        return self._new("lily_kernel_get", kernel.name.encode(), array, len(values))
 
     def record(self, plan: Plan, buffers: Mapping[str, Buffer]) -> CommandList:
         """Records ``plan`` with its buffer names bound to ``buffers``."""
@@ -180,25 +190,23 @@ class Device:
             if name not in buffers or buffers[name].nbytes < size:
                 have = buffers[name].nbytes if name in buffers else 0
                 raise DeviceError(f"plan {plan.name} needs {size} bytes in buffer {name!r}, bound are {have}")
-        handle = ctypes.c_void_p()
-        self._check(self.lib.lily_list_new(self.handle, ctypes.byref(handle)))
-        out = CommandList(self, handle, plan.name)
+        out = CommandList(self, plan.name)
         for d in plan.dispatches:
-            args = (_Arg * len(d.views))(*((buffers[v.buffer].handle, v.offset) for v in d.views))
+            args = (_Arg * len(d.views))(*(_Arg(buffers[v.buffer].handle, v.offset) for v in d.views))
             params = pack_params(d.kernel, d.params)
             self._check(
                 self.lib.lily_list_dispatch(
-                    handle, self.kernel(d.kernel, d.constants), args, len(d.views), params, len(params),
+                    out.handle, self.kernel(d.kernel, d.constants), args, len(d.views), params, len(params),
                     _U32x3(*d.grid), _U32x3(*d.threads), d.barrier,
                 )
             )  # fmt: skip
-        self._check(self.lib.lily_list_end(handle))
+        self._check(self.lib.lily_list_end(out.handle))
         return out
 
     def submit(self, lists: Iterable[CommandList]) -> int:
         """Queues the lists; returns the ticket to wait for."""
         handles = [item.handle for item in lists]
-        array = (ctypes.c_void_p * len(handles))(*(h.value for h in handles))
+        array = (ctypes.c_void_p * len(handles))(*handles)
         ticket = ctypes.c_uint64()
         self._check(self.lib.lily_submit(self.handle, array, len(handles), ctypes.byref(ticket)))
         return ticket.value

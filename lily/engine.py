@@ -19,12 +19,11 @@ import numpy as np
 from lily.chat import ChatTemplate
 from lily.checkpoint import Checkpoint
 from lily.chunks import cut
+from lily.context import SNAPSHOTS, plan_context
 from lily.detokenizer import Detokenizer
-from lily.device import Device
+from lily.device import Device, choose_device
 from lily.errors import DeviceError, InvalidRequestError, LilyError
 from lily.host_memory import available_bytes
-from lily.plan import Builder, prefill_plan
-from lily.plan.memory import MemorySum, memory_sum
 from lily.policy import policy_for
 from lily.resolve import resolve_model
 from lily.runner import Runner, Token
@@ -37,7 +36,6 @@ from lily.weights_map import map_weights
 if TYPE_CHECKING:
     from lily.session import Session
 
-SNAPSHOTS = 4
 MESSAGE_START = "<|im_start|>"
 FinishReason = Literal["stop", "length"]
 
@@ -126,7 +124,9 @@ class Engine:
             self._defaults = checkpoint_defaults(checkpoint.generation_config)
             self._stop_ids = tuple(dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids)))
             weights = map_weights(config, self._policy)
-            self.max_context, self.memory = self._plan_memory(weights, max_context)
+            self.max_context, self.memory = plan_context(
+                config, self._policy, weights, room=available_bytes(), max_context=max_context, name=self.model.name
+            )
             self._device = Device(name, threads=threads) if name == "cpu" else Device(name)
             try:
                 buffers = {key: self._device.buffer(size) for key, size in weights.buffers.items()}
@@ -147,32 +147,6 @@ class Engine:
                 self._device.close()
                 raise
         self._message_start = self.tokenizer.id_of(MESSAGE_START)
-
-    def _plan_memory(self, weights: Any, max_context: int | None) -> tuple[int, MemorySum]:
-        """(tokens of the context, memory it needs); DeviceError with the sum if it cannot fit."""
-        c, p = self.config, self._policy
-        builder = Builder(c, p, rows=p.buckets[-1], capacity=p.kv_step, weights=weights)
-        scratch = prefill_plan(builder).scratch_bytes
-
-        def needed(tokens: int) -> MemorySum:
-            return memory_sum(c, p, weights, capacity=tokens, scratch=scratch, snapshots=SNAPSHOTS)
-
-        limit = c.max_position_embeddings
-        if max_context is not None and not 1 <= max_context <= limit:
-            raise InvalidRequestError(f"max_context is {max_context}; allowed are 1 to {limit} for this model")
-        room = available_bytes()
-        fixed, per_token = needed(0), needed(1).kv_per_token
-        fits = (room - fixed.total) // per_token if per_token else limit
-        if fits < (max_context or 1):
-            want = needed(max_context or 1)
-            raise DeviceError(
-                f"{self.model.name} does not fit: it needs {_gb(want.total)} (weights {_gb(want.weights)}, state "
-                f"{_gb(want.state)}, KV cache {_gb(want.kv)}, scratch {_gb(want.scratch)}, snapshots "
-                f"{_gb(want.snapshots)}), {_gb(room)} are available; "
-                + ("use a smaller max_context" if fits >= 1 else "close other programs or use a smaller model")
-            )
-        tokens = max_context or min(limit, fits)
-        return tokens, needed(tokens)
 
     def __enter__(self) -> Self:
         return self
@@ -297,7 +271,8 @@ class Engine:
             raise InvalidRequestError("a prompt is text or a list of token ids (whole numbers)")
         bad = array[(array < 0) | (array >= self.config.vocab_size)] if array.size else array
         if bad.size:
-            raise InvalidRequestError(f"token id {bad[0]} is outside of the vocabulary (0 to {self.config.vocab_size - 1})")
+            last = self.config.vocab_size - 1
+            raise InvalidRequestError(f"token id {bad[0]} is outside of the vocabulary (0 to {last})")
         return [int(i) for i in array]
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -391,12 +366,3 @@ class _Reply:
         return Completion(
             "".join(self.text), self.token_ids, reason, self.prompt, n, self.cached, self.logprobs, timings
         )
-
-
-def choose_device(name: str) -> str:
-    """The device that ``auto`` stands for on this machine; other names as they are."""
-    return "cpu" if name == "auto" else name
-
-
-def _gb(n: int) -> str:
-    return f"{n / 1e9:.2f} GB"

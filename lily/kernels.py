@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_STOP_IDS = 32
 MAX_BIAS = 1024
@@ -119,7 +120,7 @@ class Kernel:
 class _Table:
     kernels: dict[str, Kernel] = field(default_factory=dict)
 
-    def add(self, name: str, summary: str, args: str, params: str = "", constants: str = "", **more: object) -> None:
+    def add(self, name: str, summary: str, args: str, params: str = "", constants: str = "", **more: Any) -> None:
         parsed = []
         for item in args.split():
             m = re.fullmatch(r"(\w+):(r|w|rw):(\w+)(\[[\w+*,/-]*\])?", item)
@@ -129,9 +130,8 @@ class _Table:
         fields = tuple((p.split(":")[0], p.split(":")[1]) for p in params.split())
         if name in self.kernels:
             raise ValueError(f"kernel {name} is in the table twice")
-        self.kernels[name] = Kernel(
-            name, " ".join(summary.split()), tuple(parsed), fields, tuple(constants.split()), **more  # type: ignore[arg-type]
-        )
+        text = " ".join(summary.split())
+        self.kernels[name] = Kernel(name, text, tuple(parsed), fields, tuple(constants.split()), **more)
 
 
 _t = _Table()
@@ -203,7 +203,8 @@ _t.add(
 )
 _t.add(
     "attn_combine",
-    "o[h] = Σ_p exp(m_p-m)·o_p / Σ_p exp(m_p-m)·l_p over the pieces up to Step.position, in order. Grid: one group a head.",
+    """o[h] = Σ_p exp(m_p-m)·o_p / Σ_p exp(m_p-m)·l_p over the pieces up to Step.position, in order. Grid: one group a
+    head.""",
     "step:r:Step part_o:r:f32[pieces,Hq,D] part_ml:r:f32[pieces,Hq,2] o:w:act[Hq,D]",
     "piece:u32",
     "hq dim",
@@ -400,7 +401,8 @@ _t.add(
     "advance",
     """Reduces best[0:groups], then: token → outputs[count % OUTPUT_RING], next ids[0], history[position], counts;
     next Step = (position+rows, 1, count+1, stopped or token in stop_ids). Any flag set: status STATUS_NONFINITE, no
-    token is appended. logprob = logit[token] - log-sum-exp of raw logits from stats when `logprobs` is 1. One group.""",
+    token is appended. logprob = logit[token] - log-sum-exp of raw logits from stats when `logprobs` is 1. One
+    group.""",
     """step:r:Step next_step:w:Step request:r:Request best:r:f32[G,2] flags:r:i32[G] logits:r:f32[V] stats:r:f32[G,4]
     top_ids:r:i32[20] top_values:r:f32[20] next_ids:w:i32[1] history:w:i32[n] counts:rw:u32[V]
     outputs:w:Output[64]""",
@@ -416,7 +418,7 @@ _t.add(
     "count:u32 top:u32 first:u32 limit:u32",
 )
 
-# ---- off variants: what a mechanism replaced (Engine(ablate=...)); they may be absent on a device ------------------------
+# ---- off variants: what a mechanism replaced (Engine(ablate=...)); they may be absent on a device -------------------
 _t.add(
     "gemv",
     "y = W·x, without a fused norm.",
@@ -444,7 +446,8 @@ _t.add(
 _t.add(
     "attn_decode_prepared",
     "attn_decode on q prepared by attn_prep, the cache already appended.",
-    "step:r:Step q:r:act[Hq,D] k:r:bf16[n,Hkv,D] v:r:bf16[n,Hkv,D] part_o:w:f32[pieces,Hq,D] part_ml:w:f32[pieces,Hq,2]",
+    """step:r:Step q:r:act[Hq,D] k:r:bf16[n,Hkv,D] v:r:bf16[n,Hkv,D] part_o:w:f32[pieces,Hq,D]
+    part_ml:w:f32[pieces,Hq,2]""",
     "piece:u32",
     "hq hkv dim pack fixed coalesced",
     replaces="attention-fusion",
@@ -469,7 +472,8 @@ _t.add(
 _t.add(
     "moe_gemm_expanded",
     "moe_gemm_down on expanded bf16 matrices.",
-    """step:r:Step x:r:act[M*A,k] offsets:r:i32[E+1] order:r:i32[M*A] blocks:r:i32[B,2] w:r:bf16[E,n,k] y:w:act[M*A,n]""",
+    """step:r:Step x:r:act[M*A,k] offsets:r:i32[E+1] order:r:i32[M*A] blocks:r:i32[B,2] w:r:bf16[E,n,k]
+    y:w:act[M*A,n]""",
     "n:u32 k:u32 experts:u32 active:u32 gather:u32 tile_m:u32 tile_n:u32",
     replaces="fused-dequantisation",
 )
@@ -494,7 +498,8 @@ def c_header() -> str:
     plus ``LILY_KERNEL_LIST(X)`` naming all kernels, ``LILY_KERNEL_TABLE(X)`` with X(name, number of arguments, names of
     constants, bytes of params), and the structures of device memory.
     """
-    out = ["// Generated from lily/kernels.py: do not edit.", "#ifndef LILY_KERNEL_PARAMS_H", "#define LILY_KERNEL_PARAMS_H"]
+    guard = "LILY_KERNEL_PARAMS_H"
+    out = ["// Generated from lily/kernels.py: do not edit.", f"#ifndef {guard}", f"#define {guard}"]
     for name in ("MAX_STOP_IDS", "MAX_BIAS", "MAX_TOP_LOGPROBS", "OUTPUT_RING"):
         out.append(f"#define LILY_{name} {globals()[name]}")
     for name in ("STATUS_OK", "STATUS_STOP", "STATUS_NONFINITE"):
@@ -506,7 +511,8 @@ def c_header() -> str:
             out.append(_c_struct(f"{k.name}_params", [f"{t} {n}" for n, t in k.params]))
         for prefix, names in (("", [a.name for a in k.args]), ("C_", list(k.constants))):
             if names:
-                out.append("enum { " + ", ".join(f"{k.name}_{prefix}{n.upper()} = {i}" for i, n in enumerate(names)) + " };")
+                values = (f"{k.name}_{prefix}{n.upper()} = {i}" for i, n in enumerate(names))
+                out.append("enum { " + ", ".join(values) + " };")
     out.append("#define LILY_KERNEL_LIST(X) \\\n" + " \\\n".join(f"    X({n})" for n in KERNELS))
     rows = [f'    X({k.name}, {len(k.args)}, "{" ".join(k.constants)}", {4 * len(k.params)})' for k in KERNELS.values()]
     out.append("#define LILY_KERNEL_TABLE(X) \\\n" + " \\\n".join(rows))

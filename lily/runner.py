@@ -33,7 +33,8 @@ OUTPUT_DTYPE = np.dtype(
         ("top_count", "<i4"), ("top_ids", "<i4", (20,)), ("top_logprobs", "<f4", (20,)),
     ]
 )  # fmt: skip
-assert OUTPUT_DTYPE.itemsize == struct_bytes("Output") and REQUEST_DTYPE.itemsize == struct_bytes("Request")
+assert OUTPUT_DTYPE.itemsize == struct_bytes("Output")
+assert REQUEST_DTYPE.itemsize == struct_bytes("Request")
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,8 @@ class Runner:
                 self._buffers[name] = device.buffer(size)
         outputs = self._buffers["outputs"]
         self._outputs = outputs.array(OUTPUT_DTYPE)
-        handle = device.handle.value
-        assert handle is not None
         self._pipeline = DecodePipeline(
-            handle, device.function("lily_submit"), device.function("lily_wait"), outputs.address,
+            device.handle, device.function("lily_submit"), device.function("lily_wait"), outputs.address,
             OUTPUT_DTYPE.itemsize, OUTPUT_RING,
         )  # fmt: skip
         self._reserve(1)
@@ -236,7 +235,8 @@ class Runner:
     # ---- reply
     def start(self, chunk: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limit: int) -> None:
         """Runs the prompt's last ``chunk`` and keeps up to two steps in flight; at most ``limit`` tokens will come."""
-        self._reserve(min(len(self.tokens) + len(chunk) + limit, self.policy.kv_capacity(len(self.tokens) + len(chunk) + 1)))
+        prompt = len(self.tokens) + len(chunk)
+        self._reserve(min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
         fill_request(
             self._buffers["request"].array(REQUEST_DTYPE)[0], self._buffers["bias.ids"].array(np.int32),
             self._buffers["bias.values"].array(np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
@@ -255,14 +255,14 @@ class Runner:
         """Points the pipeline at the lists for the room that the KV cache has."""
         room = self._capacity - len(self.tokens)  # the first token of a request needs none
         decode, sample = self._lists(_DECODE, self._sample_key)
-        handles = [[item.handle.value for item in (decode[slot], sample[slot])] for slot in (0, 1)]
+        handles = [[item.handle for item in (decode[slot], sample[slot])] for slot in (0, 1)]
         depth = 1 if self.policy.off("handoff") else 2
         first = 1 if self._produced == 0 else 0
         self._burst = min(limit, room + first)
         self._pipeline.begin(handles[0], handles[1], self._slot, depth, self._produced, self._burst)
 
     def next(self) -> Token | None:
-        """The next token of the reply; None after ``limit`` tokens. DeviceError for a failure or non-finite logits."""
+        """The next token of the reply; None after ``limit`` tokens. DeviceError: a failure, non-finite logits."""
         if self._produced >= self._limit:
             return None
         if self._pipeline.finished >= self._burst:
@@ -309,7 +309,8 @@ class Runner:
             text = self.device.lib.lily_error(self.device.handle)
             self._pipeline.drain()
             self.reset()
-            raise DeviceError(f"{self.device.name} device: {text.decode('utf-8', 'replace') if text else 'step failed'}")
+            cause = text.decode("utf-8", "replace") if text else "a step failed"
+            raise DeviceError(f"{self.device.name} device: {cause}")
 
     def stop(self) -> None:
         """Ends the reply. Steps that ran beyond the tokens read are waited for and accounted for."""
@@ -322,14 +323,14 @@ class Runner:
 
     # ---- scoring
     def score(self, chunk: Sequence[int], targets: Sequence[int], top: int) -> tuple[Any, Any, Any, Any]:
-        """Appends ``chunk``; log-probabilities of ``targets`` after each of its tokens, the ``top`` best ids and theirs."""
+        """Appends ``chunk``: (log-probabilities of ``targets``, best ids [n, top], theirs, flags of bad rows)."""
         rows = self.policy.bucket(len(chunk))
         self._reserve(len(self.tokens) + len(chunk))
         sizes = {"targets": 1, "logprobs": 1, "flags": 1, "ids": max(top, 4), "values": max(top, 4)}
         for name, width in sizes.items():
             self._allocate(f"score.{name}", self.policy.buckets[-1] * width * 4)
         lists = self._lists(("score", rows, top))
-        n, slot = len(chunk), self._slot
+        n = len(chunk)
         self._buffers["request"].array(REQUEST_DTYPE)["vocab"] = self.vocab
         self._buffers["score.targets"].array(np.int32)[:n] = targets
         self.device.wait(self._submit_chunk(chunk, lists))
@@ -346,7 +347,8 @@ class Runner:
         if prompt >= self.max_context:
             raise ContextLengthError(
                 f"the {what} has {prompt} tokens, the context holds {self.max_context} of them with the reply; "
-                f"shorten it, or allow more with max_context (the model's limit is {self.config.max_position_embeddings})"
+                "shorten it, or allow more with max_context "
+                f"(the model's limit is {self.config.max_position_embeddings})"
             )
 
     def close(self) -> None:

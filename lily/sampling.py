@@ -21,6 +21,9 @@ from lily.kernels import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from lily.stops import check_stops
 
 _SEED_LIMIT = 1 << 64
+_SAME_NAMES = (
+    "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 
 REQUEST_DTYPE = np.dtype(
     [
@@ -125,7 +128,7 @@ class _Checker:
             raise self._fail(name, id, "token ids, whole numbers from 0")
 
     def bias(self) -> None:
-        bias = self.params.logit_bias
+        bias: Any = self.params.logit_bias
         if not isinstance(bias, Mapping) or len(bias) > MAX_BIAS:
             raise self._fail("logit_bias", bias, f"a mapping of at most {MAX_BIAS} token ids to numbers")
         for id, value in bias.items():
@@ -162,7 +165,7 @@ def fill_request(
         if id >= vocab:
             raise InvalidRequestError(f"token id {id} is outside of the vocabulary (0 to {vocab - 1})")
     assert params.seed is not None
-    for name in ("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in _SAME_NAMES:
         record[name] = getattr(params, name)
     record["repetition_window"] = params.repetition_window if params.repetition_penalty != 1 else 0
     record["seed_low"], record["seed_high"] = params.seed & 0xFFFFFFFF, params.seed >> 32

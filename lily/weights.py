@@ -5,8 +5,8 @@ Layouts of a quantised matrix [n, k] (MLX words: 32/bits consecutive weights, lo
 
 ``rows``    words [n, k·bits/32], then scales bf16 [n, k/group], then biases bf16 [n, k/group]; each section begins at a
             multiple of 256 bytes.
-``rows16``  blocks of 16 rows, n padded with zeros; a block holds, per group of columns, (group·bits/32) × 16 words (word
-            j of all 16 rows side by side), 16 scales and 16 biases: one vector register takes one word of 16 rows.
+``rows16``  blocks of 16 rows, n padded with zeros; a block holds, per group of columns, (group·bits/32) × 16 words
+            (word j of all 16 rows side by side), 16 scales and 16 biases: a vector register takes one word of 16 rows.
 
 Each tensor is read once, by pread, a bounded piece at a time.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from lily._pack import pack_rows16
 from lily.checkpoint import Checkpoint
 from lily.errors import CheckpointError
 from lily.weights_map import Dense, Matrix, WeightsMap, align
@@ -46,6 +47,11 @@ def load_weights(
             loader.dense(dense)
     loader.dense(weights.norm)
     loader.matrix(weights.head)
+
+
+def _is_model_norm(module: str) -> bool:
+    """Whether Hugging Face stores w of a factor 1 + w here: layer, final, q and k norms, but not GDN's own norm."""
+    return module.endswith("norm") and not module.endswith("linear_attn.norm")
 
 
 def _fields(value: Any) -> Iterator[Any]:
@@ -78,7 +84,7 @@ class _Loader:
         """A small tensor as float32; raw RMSNorm weights get the 1 that conversion would have added."""
         name = dense.module if dense.module.endswith(_UNSCALED) else dense.module + ".weight"
         value = self.checkpoint.read_float32(name)
-        if self.checkpoint.raw_norms and dense.module.endswith("norm") and not dense.module.endswith("linear_attn.norm"):
+        if self.checkpoint.raw_norms and _is_model_norm(dense.module):
             value = value + np.float32(1)
             if self.checkpoint.tensors[name].dtype == "BF16":
                 value = bf16_to_f32(f32_to_bf16(value))  # a converted checkpoint holds the rounded sum
@@ -144,25 +150,9 @@ def _write_rows(out: Bytes, words: Any, scales: Any, biases: Any, bits: int, gro
 
 
 def _write_rows16(out: Bytes, words: Any, scales: Any, biases: Any, bits: int, group: int) -> None:
-    count, n, _ = words.shape
-    groups, per_group = scales.shape[2], group * bits // 32
-    blocks = align(n, 16) // 16
-
-    def blocked(a: Any, inner: int) -> Any:
-        """[count, n, groups*inner] → [count, blocks, groups, inner, 16], padded."""
-        if n % 16:
-            a = np.concatenate([a, np.zeros((count, blocks * 16 - n, a.shape[2]), a.dtype)], 1)
-        return a.reshape(count, blocks, 16, groups, inner).transpose(0, 1, 3, 4, 2)
-
-    block_bytes = per_group * 64 + 64
-    body = out[:, : blocks * groups * block_bytes].reshape(count, blocks, groups, block_bytes)
-    body[..., : per_group * 64] = np.ascontiguousarray(blocked(words, per_group)).view(np.uint8).reshape(
-        count, blocks, groups, per_group * 64
-    )
-    for at, part in ((0, scales), (32, biases)):
-        body[..., per_group * 64 + at : per_group * 64 + at + 32] = np.ascontiguousarray(blocked(part, 1)).view(
-            np.uint8
-        ).reshape(count, blocks, groups, 32)
+    for one, w, s, b in zip(out, words, scales, biases, strict=True):
+        rows, groups = s.shape
+        pack_rows16(one.ctypes.data, w.ctypes.data, s.ctypes.data, b.ctypes.data, rows, groups, group * bits // 32)
 
 
 def f32_to_bf16(x: Any) -> Any:

@@ -196,7 +196,12 @@ def _gdn(p: _Placer, c: ModelConfig, base: str) -> GdnWeights:
     return GdnWeights(
         norm=p.dense(base + "input_layernorm", h),
         in_proj=p.stack(
-            [(a + "in_proj_qkv", c.conv_dim), (a + "in_proj_z", c.value_dim), (a + "in_proj_b", hv), (a + "in_proj_a", hv)],
+            [
+                (a + "in_proj_qkv", c.conv_dim),
+                (a + "in_proj_z", c.value_dim),
+                (a + "in_proj_b", hv),
+                (a + "in_proj_a", hv),
+            ],
             h,
         ),
         conv=p.dense(a + "conv1d", c.conv_dim, c.conv_kernel),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lily.config import ModelConfig
 from lily.errors import InvalidRequestError
 from lily.kernels import KERNELS
@@ -10,7 +12,7 @@ from lily.plan.hazards import schedule
 from lily.plan.memory import ACT_BYTES, StateLayout, kv_row_bytes, step_buffers
 from lily.plan.views import Dispatch, Plan, View
 from lily.policy import Policy
-from lily.weights_map import Dense, Matrix, WeightsMap, align, map_weights
+from lily.weights_map import WeightsMap, align, map_weights
 
 
 class Builder:
@@ -65,16 +67,19 @@ class Builder:
         return View(f"kv.{layer}.{which}", 0, self.capacity * row).using(self.context * row, self.rows * row)
 
     # ---- dispatch
-    def layer(self, index: int) -> None:
-        """Labels of what follows begin with the layer."""
-        self._prefix = f"layers.{index}."
+    def layer(self, index: int | None) -> None:
+        """Labels of what follows begin with the layer; None: it belongs to no layer."""
+        self._prefix = "" if index is None else f"layers.{index}."
 
     def dispatch(
         self, kernel: str, grid: tuple[int, ...], threads: int = 1, *, label: str = "",
         constants: dict[str, int] | None = None, params: dict[str, int | float] | None = None,
-        **args: View | Dense | Matrix,
+        **args: Any,
     ) -> None:  # fmt: skip
-        """Records ``kernel`` on a grid of groups; every argument, parameter and constant of its row must be given."""
+        """Records ``kernel`` on a grid of groups; every argument, parameter and constant of its row must be given.
+
+        ``args`` are the row's buffers by name: View, Dense or Matrix.
+        """
         k = KERNELS[kernel]
         constants, params = constants or {}, params or {}
         for what, given, wanted in (

@@ -6,6 +6,7 @@ Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
 
 from __future__ import annotations
 
+from lily.plan import prefill
 from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View
 from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
@@ -14,7 +15,7 @@ from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWei
 def decode_plan(b: Builder) -> Plan:
     """One token: ids.in[0] at step.in → its last hidden vector in ``hidden``, state.out and the KV cache."""
     x = b.fixed("hidden")
-    embed(b, x)
+    prefill.embed(b, x)
     for i, w in enumerate(b.weights.layers):
         b.layer(i)
         if isinstance(w, AttentionWeights):
@@ -25,17 +26,9 @@ def decode_plan(b: Builder) -> Plan:
     return b.finish("decode")
 
 
-def embed(b: Builder, x: View) -> None:
-    table = b.weights.embed
-    row = table.view.nbytes // table.n
-    b.dispatch(
-        "embed", (b.rows,), 256, step=b.fixed("step.in"), ids=b.fixed("ids.in").using(4 * b.rows),
-        table=table.view.using(row * b.rows), x=x, params={"hidden": b.config.hidden_size, "vocab": table.n},
-        constants=table.constants,
-    )  # fmt: skip
-
-
-def norm_projection(b: Builder, x: View, norm: Dense, segments: tuple[Matrix, ...], y: View, *, f32: bool = False) -> None:
+def norm_projection(
+    b: Builder, x: View, norm: Dense, segments: tuple[Matrix, ...], y: View, *, f32: bool = False
+) -> None:
     """y = W·rmsnorm(x): one dispatch, or one per segment of differing quantisation, on the same level."""
     size = 4 if f32 else b.act_bytes
     for w in segments:
@@ -53,15 +46,14 @@ def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
     proj, y = b.act("proj", pitch), b.act("mixed", c.value_dim)
     (conv_in, s_in), (conv_out, s_out) = b.state.views(layer, "in"), b.state.views(layer, "out")
     norm_projection(b, x, w.norm, w.in_proj, proj)
-    heads = {
-        "hk": c.linear_num_key_heads, "hv": c.linear_num_value_heads, "dk": c.linear_key_head_dim,
-        "dv": c.linear_value_head_dim,
-    }  # fmt: skip
-    b.dispatch(
-        "gdn_step", (c.linear_num_value_heads,), 1024, proj=proj, conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
-        norm=w.head_norm, conv_in=conv_in, conv_out=conv_out, s_in=s_in, s_out=s_out, y=y,
-        params={"pitch": pitch, "eps": c.rms_norm_eps}, constants={**heads, "taps": c.conv_kernel},
-    )  # fmt: skip
+    if b.policy.off("gdn-fusion"):
+        prefill.gdn_mix(b, layer, w, proj, y, pitch)
+    else:
+        b.dispatch(
+            "gdn_step", (c.linear_num_value_heads,), 1024, proj=proj, conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
+            norm=w.head_norm, conv_in=conv_in, conv_out=conv_out, s_in=s_in, s_out=s_out, y=y,
+            params={"pitch": pitch, "eps": c.rms_norm_eps}, constants=prefill.gdn_heads(c, taps=True),
+        )  # fmt: skip
     b.dispatch(
         "gemv_residual", (groups(c.hidden_size, b.policy.gemv_rows),), b.policy.gemv_threads, label="out_proj",
         y=y, w=w.out_proj, x=x,

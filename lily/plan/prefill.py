@@ -6,8 +6,10 @@ Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
 
 from __future__ import annotations
 
+from typing import Any
+
+from lily.config import ModelConfig
 from lily.plan.builder import Builder, groups
-from lily.plan.decode import embed
 from lily.plan.views import Plan, View
 from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
 
@@ -27,6 +29,7 @@ def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
         else:
             gdn(b, i, w, x)
         moe(b, w.moe, x)
+    b.layer(None)
     if score_top is not None:
         score(b, x, score_top)
         return b.finish(f"score-{b.rows}")
@@ -35,6 +38,17 @@ def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
         params={"hidden": b.config.hidden_size},
     )  # fmt: skip
     return b.finish(f"prefill-{b.rows}")
+
+
+def embed(b: Builder, x: View) -> None:
+    """Rows of ``x`` = embeddings of ids.in."""
+    table = b.weights.embed
+    row = table.view.nbytes // table.n
+    b.dispatch(
+        "embed", (b.rows,), 256, step=b.fixed("step.in"), ids=b.fixed("ids.in").using(4 * b.rows),
+        table=table.view.using(row * b.rows), x=x,
+        params={"hidden": b.config.hidden_size, "vocab": table.n}, constants=table.constants,
+    )  # fmt: skip
 
 
 def norm_rows(b: Builder, x: View, norm: Dense, name: str) -> View:
@@ -59,7 +73,9 @@ def project(b: Builder, x: View, segments: tuple[Matrix, ...], y: View, pitch: i
         )  # fmt: skip
 
 
-def project_f32(b: Builder, x: View, w: Matrix, y: View, pitch: int, *, first: int = 0, limit: int | None = None) -> None:
+def project_f32(
+    b: Builder, x: View, w: Matrix, y: View, pitch: int, *, first: int = 0, limit: int | None = None
+) -> None:
     """As ``project`` with float32 results, for rows [first, first+limit)."""
     p, limit = b.policy, b.rows if limit is None else limit
     b.dispatch(
@@ -84,21 +100,36 @@ def project_residual(b: Builder, y: View, w: Matrix, x: View) -> None:
 
 
 def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
+    c = b.config
+    pitch = c.conv_dim + c.value_dim + 2 * c.linear_num_value_heads
+    proj, y = b.act("proj", b.rows, pitch), b.act("mixed", b.rows, c.value_dim)
+    project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
+    gdn_mix(b, layer, w, proj, y, pitch)
+    project_residual(b, y, w.out_proj, x)
+
+
+def gdn_heads(c: ModelConfig, *, taps: bool = False) -> dict[str, int]:
+    """The constants of the gdn kernels."""
+    heads = {
+        "hk": c.linear_num_key_heads, "hv": c.linear_num_value_heads, "dk": c.linear_key_head_dim,
+        "dv": c.linear_value_head_dim,
+    }  # fmt: skip
+    return {**heads, "taps": c.conv_kernel} if taps else heads
+
+
+def gdn_mix(b: Builder, layer: int, w: GdnWeights, proj: View, y: View, pitch: int) -> None:
+    """Convolution, recurrence and gated norm as three kernels: rows of ``proj`` → rows of ``y``, state in → out."""
     c, m, step = b.config, b.rows, b.fixed("step.in")
-    hk, hv, dk, dv = (
-        c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-    )  # fmt: skip
-    pitch = c.conv_dim + c.value_dim + 2 * hv
-    proj, o, y = b.act("proj", m, pitch), b.act("scan", m, hv, dv), b.act("mixed", m, c.value_dim)
+    heads = gdn_heads(c)
+    hk, hv, dk, dv = heads.values()
+    o = b.act("scan", m, hv, dv)
     q, k, v = b.act("q", m, hk, dk), b.act("k", m, hk, dk), b.act("v", m, hv, dv)
     gate, beta = b.f32("gate", m, hv), b.f32("beta", m, hv)
     (conv_in, s_in), (conv_out, s_out) = b.state.views(layer, "in"), b.state.views(layer, "out")
-    heads = {"hk": hk, "hv": hv, "dk": dk, "dv": dv}
-    project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
     b.dispatch(
         "gdn_conv", (hk, m), 256, step=step, proj=proj, conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
         conv_in=conv_in, conv_out=conv_out, q=q, k=k, v=v, gate=gate, beta=beta,
-        params={"pitch": pitch}, constants={**heads, "taps": c.conv_kernel},
+        params={"pitch": pitch}, constants=gdn_heads(c, taps=True),
     )  # fmt: skip
     b.dispatch(
         "gdn_scan", (hv,), 1024, step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
@@ -108,7 +139,6 @@ def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
         "gdn_gate", (m,), 256, step=step, o=o, proj=proj, norm=w.head_norm, y=y,
         params={"pitch": pitch, "eps": c.rms_norm_eps}, constants=heads,
     )  # fmt: skip
-    project_residual(b, y, w.out_proj, x)
 
 
 def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
@@ -161,7 +191,7 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
         "route_group", (1,), 1024, step=step, ids=ids, offsets=offsets, order=order, blocks=block_map,
         params={"experts": e, "active": a, "tile_m": tile, "max_blocks": blocks},
     )  # fmt: skip
-    routed = {"step": step, "offsets": offsets, "order": order, "blocks": block_map}
+    routed: dict[str, Any] = {"step": step, "offsets": offsets, "order": order, "blocks": block_map}
     sizes = {"experts": e, "active": a, "tile_m": tile, "tile_n": p.tile_n}
     b.dispatch(
         "moe_gemm_gate_up", (groups(n, p.tile_n), blocks), 128, x=normed, y=act, **routed,
@@ -184,7 +214,7 @@ def score(b: Builder, x: View, top: int) -> None:
     v, limit = b.config.vocab_size, min(b.policy.score_rows, b.rows)
     normed = norm_rows(b, x, b.weights.norm, "normed")
     logits = b.f32("score_logits", limit, v)
-    results = {
+    results: dict[str, Any] = {
         "target": View("score.targets", 0, b.rows * 4), "logprobs": View("score.logprobs", 0, b.rows * 4),
         "top_ids": View("score.ids", 0, max(b.rows * top, 4) * 4),
         "top_logprobs": View("score.values", 0, max(b.rows * top, 4) * 4), "flags": View("score.flags", 0, b.rows * 4),

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m lily`` is the ``lily`` command."""
+
+from lily.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``lily`` command: its group of commands, and how every one of them ends.
+
+Exit codes: 0 done, 1 failure, 2 usage, 130 Ctrl-C, 141 the reader of standard output went away.
+Modules of this package import nothing heavy at the top, so that --help and --version answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from lily._version import __version__
+from lily.cli import chat, generate, info, plan, pull
+from lily.cli.console import Console, OutputError, discard, make_writable
+from lily.errors import LilyError
+
+FAILURE, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="lily", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Local inference for Qwen3.6-35B-A3B and its family."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for command in (generate.generate, chat.chat, plan.plan, info.info, pull.pull):
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """The console script."""
+    if "_LILY_COMPLETE" in os.environ:
+        cli.main(prog_name="lily")
+    sys.exit(run(sys.argv[1:] if args is None else args))
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs one command and returns its exit code; what a user can cause ends in one message, not in a traceback."""
+    console = Console()
+    make_writable()
+    try:
+        return _invoke(args, console)
+    except KeyboardInterrupt:
+        console.interrupted()
+        return INTERRUPTED
+    except OutputError as error:
+        return _unwritable(console, error)
+    except click.ClickException as error:
+        console.error(_usage(error))
+        return error.exit_code
+    except LilyError as error:
+        console.error(str(error))
+    except OSError as error:
+        if error.filename is None:  # click's own output: help and version
+            return _unwritable(console, OutputError.of(error))
+        console.error(f"{error.filename}: {error.strerror}")
+    except Exception as error:
+        if console.verbose:
+            raise
+        console.error(f"this is a bug in Lily: {type(error).__name__}: {error} (--verbose shows where)")
+    return FAILURE
+
+
+def _unwritable(console: Console, error: OutputError) -> int:
+    # What is still buffered cannot be written either; without this the interpreter would complain about it at exit.
+    discard(sys.stdout)
+    if error.broken_pipe:
+        return PIPE_CLOSED
+    console.error(str(error))
+    return FAILURE
+
+
+def _invoke(args: Sequence[str], console: Console) -> int:
+    try:
+        with cli.make_context("lily", list(args), obj=console) as context:
+            cli.invoke(context)
+        code = 0
+    except click.exceptions.Exit as done:
+        code = done.exit_code
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return code
+
+
+def _usage(error: click.ClickException) -> str:
+    message = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.UsageError) and context is not None:
+        message += f"; see {context.command_path} --help"
+    return message

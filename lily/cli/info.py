@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lily info`: versions, the model, the memory it needs and the device, without reading a weight."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lily._version import __version__
+from lily.cli.console import Console
+from lily.cli.options import EngineFlags, console_options, engine_options
+from lily.errors import LilyError
+
+if TYPE_CHECKING:
+    from lily.checkpoint import Checkpoint
+
+_PACKAGES = ("numpy", "safetensors", "tokenizers", "click", "jinja2", "huggingface_hub")
+
+
+@click.command()
+@engine_options
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object instead of lines.")
+@console_options
+def info(console: Console, flags: EngineFlags, as_json: bool) -> None:
+    """Show versions, model, memory and device.
+
+    Reads a checkpoint's headers, not its weights. What does not work is said, and makes the exit code 1.
+    """
+    from lily.resolve import hub_cache
+
+    report: dict[str, Any] = {"lily": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    report["packages"] = {name: _version(name) for name in _PACKAGES}
+    report["hub_cache"] = str(hub_cache())
+    for name, section in (("model", _model), ("device", _device)):
+        try:
+            report |= section(flags)
+        except LilyError as error:
+            report[name] = {"error": str(error)}
+    problems = [report[name]["error"] for name in ("model", "context", "device") if "error" in report.get(name, {})]
+    console.write(json.dumps(report, ensure_ascii=False) + "\n" if as_json else "\n".join(_lines(report)) + "\n")
+    for problem in problems:
+        console.error(problem)
+    if problems:
+        raise click.exceptions.Exit(1)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _model(flags: EngineFlags) -> dict[str, Any]:
+    from lily.chat import ChatTemplate
+    from lily.checkpoint import Checkpoint
+    from lily.resolve import resolve_model
+    from lily.sampling import SamplingParams, checkpoint_defaults
+    from lily.tokenizer import Tokenizer
+
+    found = resolve_model(flags.model)
+    with Checkpoint.open(found.path) as checkpoint:
+        c = checkpoint.config
+        tokenizer = Tokenizer.from_dir(found.path, c.vocab_size)
+        model = {
+            "name": found.name,
+            "path": str(found.path),
+            "revision": found.revision,
+            "embedded": found.embedded,
+            "layers": c.num_layers,
+            "attention_layers": c.layer_types.count("full_attention"),
+            "hidden_size": c.hidden_size,
+            "experts": c.num_experts,
+            "experts_per_token": c.experts_per_token,
+            "vocab_size": c.vocab_size,
+            "tokens": tokenizer.num_tokens,
+            "chat_template": ChatTemplate.from_dir(found.path).available,
+            "quantization": _quantization(checkpoint),
+            "text_tensors": checkpoint.text_tensor_count,
+            "skipped_tensors": len(checkpoint.skipped),
+            "bytes": checkpoint.total_bytes,
+        }
+        used = SamplingParams(**checkpoint_defaults(checkpoint.generation_config))
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {
+            "model": model,
+            "sampling_defaults": {name: getattr(used, name) for name in names},
+            "context": _context(flags, checkpoint, found.name),
+        }
+
+
+def _quantization(checkpoint: Checkpoint) -> dict[str, int]:
+    """Bits and group size in words -> number of modules."""
+    from lily.expected import quantized_modules
+
+    counts: dict[str, int] = {}
+    for module in quantized_modules(checkpoint.config):
+        spec = checkpoint.config.quantization_of(module)
+        key = f"{spec.bits} bits, groups of {spec.group_size}"
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """The context that an engine would have here, and the memory for it."""
+    from lily.context import plan_context
+    from lily.device import choose_device
+    from lily.host_memory import available_bytes
+    from lily.policy import policy_for
+    from lily.weights_map import map_weights
+
+    config, room = checkpoint.config, available_bytes()
+    policy = policy_for(choose_device(flags.device), flags.ablate)
+    weights = map_weights(config, policy)
+    sizes: dict[str, Any] = {"limit": config.max_position_embeddings, "available_bytes": room}
+    try:
+        tokens, memory = plan_context(config, policy, weights, room=room, max_context=flags.max_context, name=name)
+    except LilyError as error:
+        return {**sizes, "error": str(error)}
+    return {"max_context": tokens, **sizes, "memory": {**asdict(memory), "total": memory.total}}
+
+
+def _device(flags: EngineFlags) -> dict[str, Any]:
+    from lily.device import Device, choose_device
+
+    name = choose_device(flags.device)
+    with Device(name, threads=flags.threads) if name == "cpu" else Device(name) as device:
+        return {"device": {"name": name, **device.info}}
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version)
+    out = [
+        f"lily {report['lily']}, Python {report['python']}, {report['platform']}",
+        f"packages: {packages}",
+        f"models are looked up in {report['hub_cache']}",
+        "",
+    ]
+    model = report["model"]
+    if "error" in model:
+        out.append("model: cannot be used, see below")
+    else:
+        out += _model_lines(model) + _context_lines(report["context"])
+        out.append("sampling defaults: " + ", ".join(f"{k} {v}" for k, v in report["sampling_defaults"].items()))
+    device = report["device"]
+    words = [f"{key} {value}" for key, value in device.items() if key not in ("name", "error")]
+    out.append("device: " + ("cannot be used, see below" if "error" in device else ", ".join([device["name"], *words])))
+    return out
+
+
+def _model_lines(m: dict[str, Any]) -> list[str]:
+    revision = f", revision {m['revision']}" if m["revision"] else ""
+    kinds = "; ".join(f"{count} modules of {spec}" for spec, count in m["quantization"].items())
+    return [
+        f"model: {m['name']}{' (embedded)' if m['embedded'] else ''}{revision}",
+        f"  {m['path']}",
+        f"  {m['layers']} layers ({m['attention_layers']} attention), hidden size {m['hidden_size']}, "
+        f"{m['experts_per_token']} of {m['experts']} experts, {m['tokens']} tokens in {m['vocab_size']} rows, "
+        f"{'with' if m['chat_template'] else 'without'} chat template",
+        f"  {m['text_tensors']} text tensors, {_size(m['bytes'])} ({kinds}); {m['skipped_tensors']} others skipped",
+    ]
+
+
+def _context_lines(context: dict[str, Any]) -> list[str]:
+    if "error" in context:
+        return ["context: none fits, see below"]
+    m = context["memory"]
+    parts = ("weights", "state", "kv", "scratch", "snapshots")
+    return [
+        f"context: {context['max_context']} tokens (the model's limit is {context['limit']}), "
+        f"{m['kv_per_token']} bytes each",
+        "memory: " + " + ".join(f"{name} {_size(m[name])}" for name in parts)
+        + f" = {_size(m['total'])}, available {_size(context['available_bytes'])}",
+    ]  # fmt: skip
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

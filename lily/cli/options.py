@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share, and their values checked before anything large is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lily.cli.console import Console
+from lily.errors import DeviceError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from lily.engine import Engine
+
+REAL_MODEL = "mlx-community/Qwen3.6-35B-A3B-4bit"
+DEVICES = ("auto", "cpu", "metal", "cuda")
+
+Command = Callable[..., None]
+
+# Parameter of SamplingParams -> its flag.
+_FLAGS = {
+    "max_tokens": "--max-tokens",
+    "temperature": "--temp",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
+    "min_p": "--min-p",
+    "repetition_penalty": "--repetition-penalty",
+    "presence_penalty": "--presence-penalty",
+    "frequency_penalty": "--frequency-penalty",
+    "logit_bias": "--logit-bias",
+    "seed": "--seed",
+    "stop": "--stop",
+    "logprobs": "--logprobs",
+}
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Which engine to open."""
+
+    model: str | None
+    max_context: int | None
+    device: str
+    threads: int | None
+    ablate: tuple[str, ...]
+
+    def open(self, console: Console) -> Engine:
+        """Loads the model, with a progress bar on a terminal."""
+        _require_build()
+        from lily.engine import Engine
+
+        if self.model is None:
+            console.note(
+                f"lily: using the small embedded model; for the real one: lily pull {REAL_MODEL}, then -m {REAL_MODEL}"
+            )
+        bar = console.progress(f"loading {self.model or 'the embedded model'}")
+        try:
+            return Engine(
+                self.model, device=self.device, max_context=self.max_context, threads=self.threads, ablate=self.ablate,
+                progress=bar,
+            )  # fmt: skip
+        finally:
+            if bar:
+                bar.clear()
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """What was asked of the sampler; None is left to the checkpoint's defaults."""
+
+    values: Mapping[str, Any]
+    extra_eos_tokens: tuple[str, ...]
+
+    def for_engine(self, engine: Engine) -> dict[str, Any]:
+        """Keyword arguments of ``Engine.stream``; UsageError for an end token that the tokenizer does not know."""
+        extra = [_token_id(engine, text) for text in self.extra_eos_tokens]
+        return {**self.values, "stop_token_ids": extra}
+
+
+def _require_build() -> None:
+    """DeviceError in a checkout that was not built."""
+    if importlib.util.find_spec("lily._submit") is None:
+        raise DeviceError("Lily's compiled modules are missing: build them with `make build`")
+
+
+def console_options(command: Command) -> Command:
+    """--quiet and --verbose; the command gets ``console``."""
+
+    @click.option("--quiet", is_flag=True, help="Say nothing but errors.")
+    @click.option("--verbose", is_flag=True, help="Say more, and show where a bug is.")
+    @click.pass_obj
+    @wraps(command)
+    def call(console: Console, /, *args: Any, quiet: bool, verbose: bool, **rest: Any) -> None:
+        console.quiet, console.verbose = quiet, verbose
+        command(*args, console=console, **rest)
+
+    return call
+
+
+def ablate_option(command: Command) -> Command:
+    """--ablate; the command gets ``ablate``, a tuple of known names."""
+
+    def split(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+        from lily.policy import ABLATIONS
+
+        names = tuple(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
+        for name in names:
+            if name not in ABLATIONS:
+                raise click.BadParameter(f"unknown mechanism {name!r}; known: {', '.join(ABLATIONS)}")
+        return names
+
+    help = "Switch a mechanism off by name, to measure what it gains. Repeatable, or names joined by commas."
+    return click.option("--ablate", multiple=True, metavar="NAME", callback=split, help=help)(command)
+
+
+def engine_options(command: Command) -> Command:
+    """Model, device and context; the command gets ``flags``, an EngineFlags."""
+
+    @click.option(
+        "-m", "--model", metavar="MODEL",
+        help="A folder, or ORG/NAME[@REVISION] in the Hugging Face cache. Without it: the small embedded model.",
+    )  # fmt: skip
+    @click.option(
+        "--max-context", type=click.IntRange(min=1), metavar="TOKENS",
+        help="Tokens of prompt and reply together. Default: what model and memory allow.",
+    )  # fmt: skip
+    @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+    @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads of the cpu device.")
+    @ablate_option
+    @wraps(command)
+    def call(
+        *args: Any, model: str | None, max_context: int | None, device: str, threads: int | None,
+        ablate: tuple[str, ...], **rest: Any,
+    ) -> None:  # fmt: skip
+        if model == "":
+            raise click.BadParameter("is empty", param_hint="--model")
+        command(*args, flags=EngineFlags(model, max_context, device, threads, ablate), **rest)
+
+    return call
+
+
+def sampling_options(max_tokens: int, max_tokens_text: str) -> Callable[[Command], Command]:
+    """How a reply is drawn and ended; the command gets ``sampling``, a SamplingFlags."""
+
+    def decorate(command: Command) -> Command:
+        @click.option("--max-tokens", type=int, default=max_tokens, metavar="N", help=max_tokens_text)
+        @click.option("--temp", "temperature", type=float, metavar="T", help="Temperature; 0 is greedy.")
+        @click.option("--top-p", type=float, metavar="P", help="Keep the likeliest tokens that make up P; 1 is off.")
+        @click.option("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
+        @click.option("--min-p", type=float, metavar="P", help="Keep tokens P times as likely as the likeliest.")
+        @click.option("--repetition-penalty", type=float, metavar="X", help="Of the last 20 tokens; 1 is off.")
+        @click.option("--presence-penalty", type=float, metavar="X", help="Of tokens that the reply has; 0 is off.")
+        @click.option("--frequency-penalty", type=float, metavar="X", help="The same, once per occurrence.")
+        @click.option(
+            "--logit-bias", multiple=True, metavar="ID=BIAS",
+            help="Added to the logit of a token id. Repeatable, or one JSON object.", callback=_logit_bias,
+        )  # fmt: skip
+        @click.option("--seed", type=int, metavar="N", help="Same seed, same reply. Default: another one each time.")
+        @click.option("--stop", multiple=True, metavar="TEXT", help="Ends the reply before TEXT. Repeatable.")
+        @click.option(
+            "--extra-eos-token", multiple=True, metavar="TOKEN", help="A further token that ends it. Repeatable."
+        )
+        @wraps(command)
+        def call(*args: Any, extra_eos_token: tuple[str, ...], **rest: Any) -> None:
+            values = {name: rest.pop(name) for name in _FLAGS if name in rest}
+            command(*args, sampling=_checked(values, extra_eos_token), **rest)
+
+        return call
+
+    return decorate
+
+
+def json_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:
+    """Callback of an option whose value is a JSON object."""
+    return None if text is None else _object(text)
+
+
+def chat_template_option(command: Command) -> Command:
+    return click.option(
+        "--chat-template-config", "template_config", metavar="JSON", callback=json_object,
+        help="Options of the chat template, for instance '{\"enable_thinking\": false}'.",
+    )(command)  # fmt: skip
+
+
+def _checked(values: dict[str, Any], extra_eos_tokens: tuple[str, ...]) -> SamplingFlags:
+    from lily.sampling import make_params
+
+    try:
+        make_params({}, values)
+    except InvalidRequestError as error:
+        message = str(error)
+        flag = next((flag for name, flag in _FLAGS.items() if message.startswith(name)), None)
+        raise click.BadParameter(message, param_hint=flag or "sampling") from None
+    if "" in extra_eos_tokens:
+        raise click.BadParameter("is empty", param_hint="--extra-eos-token")
+    return SamplingFlags(values, extra_eos_tokens)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise click.BadParameter("expected a JSON object: {…}")
+    return value
+
+
+def _logit_bias(
+    context: click.Context, parameter: click.Parameter, items: tuple[str, ...]
+) -> dict[int, float] | None:  # fmt: skip
+    bias: dict[int, float] = {}
+    for item in items:
+        pairs = _object(item).items() if item.lstrip().startswith("{") else [item.partition("=")[::2]]
+        for id, value in pairs:
+            try:
+                bias[int(id)] = float(value)
+            except (TypeError, ValueError):
+                raise click.BadParameter(f"{item!r}: expected ID=BIAS with a token id and a number") from None
+            if int(id) < 0 or not math.isfinite(bias[int(id)]):
+                raise click.BadParameter(f"{item!r}: expected an id from 0 and a finite number")
+    return bias or None
+
+
+def _token_id(engine: Engine, text: str) -> int:
+    id = engine.tokenizer.id_of(text)
+    if id is None:
+        ids = engine.tokenizer.encode(text)
+        if len(ids) != 1:
+            raise click.BadParameter(f"{text!r} is no single token of this model", param_hint="--extra-eos-token")
+        id = ids[0]
+    return id
