@@ -77,6 +77,10 @@ class Runner:
         self._snapshots: list[_Snapshot] = []
         self._snapshot_limit = snapshots
         self._capacity = 0
+        # Of the running reply: tokens asked for, read, and allowed before the KV cache must grow; the last id.
+        self._limit = self._produced = self._burst = self._last = 0
+        self._logprobs = False
+        self._sample_key: _Key = ("sample", 1, _GREEDY)
         self._plans: dict[_Key, Plan] = {}
         self._recorded: dict[_Key, tuple[CommandList, CommandList]] = {}
         self._buffers: dict[str, Buffer] = dict(weight_buffers)
@@ -235,6 +239,7 @@ class Runner:
     # ---- reply
     def start(self, chunk: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limit: int) -> None:
         """Runs the prompt's last ``chunk`` and keeps up to two steps in flight; at most ``limit`` tokens will come."""
+        self._limit, self._produced = limit, 0
         prompt = len(self.tokens) + len(chunk)
         self._reserve(min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
         fill_request(
@@ -244,8 +249,7 @@ class Runner:
         self._buffers["counts"].bytes[:] = 0
         self._logprobs = params.logprobs is not None
         how = _LOGPROBS if self._logprobs else _GREEDY if params.greedy else _SAMPLED
-        self._sample_key: _Key = ("sample", 1, how)
-        self._limit, self._produced = limit, 0
+        self._sample_key = ("sample", 1, how)
         prefill, _, sample = self._lists(self._prefill_key(len(chunk)), _DECODE, self._sample_key)
         ticket = self._submit_chunk(chunk, [prefill, sample])
         self._begin(limit)

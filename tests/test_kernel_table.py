@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel table against what depends on it: the C header, the host's records, the CPU device, every route."""
+
+import re
+import subprocess
+from itertools import product
+
+import pytest
+
+from lily.config import ModelConfig, QuantSpec
+from lily.device import Device
+from lily.kernels import KERNELS, STRUCTS, c_header
+from lily.plan import Builder, decode_plan, prefill_plan, sample_plan
+from lily.policy import ABLATIONS, POLICIES, policy_for
+from lily.runner import OUTPUT_DTYPE, STEP_DTYPE
+from lily.sampling import REQUEST_DTYPE
+
+SMALL = ModelConfig(
+    hidden_size=128, num_layers=4, vocab_size=512, rms_norm_eps=1e-6, max_position_embeddings=4096, num_heads=4,
+    num_kv_heads=2, head_dim=64, rotary_dim=16, rope_theta=1e7, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=32, linear_value_head_dim=64, conv_kernel=4, num_experts=8, experts_per_token=2,
+    moe_intermediate_size=64, shared_intermediate_size=64,
+    layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention"),
+    quantization=QuantSpec(4, 32),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("Step", STEP_DTYPE), ("Request", REQUEST_DTYPE), ("Output", OUTPUT_DTYPE)])
+def test_host_record_has_the_layout_of_the_device_structure(name, dtype):
+    wanted = []
+    for field in STRUCTS[name]:
+        kind, rest = field.split(" ")
+        m = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", rest)
+        wanted.append((m[1], {"i32": "<i4", "u32": "<u4", "f32": "<f4"}[kind], int(m[2] or 1)))
+    seen = []
+    for field in dtype.names:
+        base, shape = dtype[field].subdtype or (dtype[field], (1,))
+        seen.append((field, base.str, shape[0]))
+    assert seen == wanted
+    assert dtype.itemsize == 4 * sum(n for _, _, n in wanted)
+
+
+def test_header_is_legal_c_with_the_sizes_that_the_host_packs(tmp_path):
+    checks = [f"_Static_assert(sizeof({n}) == {d.itemsize}, \"{n}\");" for n, d in
+              (("Step", STEP_DTYPE), ("Request", REQUEST_DTYPE), ("Output", OUTPUT_DTYPE))]  # fmt: skip
+    checks += [
+        f'_Static_assert(sizeof({k.name}_params) == {4 * len(k.params)}, "{k.name}");'
+        for k in KERNELS.values()
+        if k.params
+    ]
+    source = tmp_path / "header.c"
+    source.write_text("#include <stdint.h>\n" + c_header() + "\n".join(checks) + "\n")
+    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_arguments_and_constants_fit_the_device_interface():
+    for k in KERNELS.values():
+        assert len(k.args) <= 20, k.name
+        assert len(k.constants) <= 16, k.name
+        assert 4 * len(k.params) <= 128, k.name
+        assert any(a.writes for a in k.args), f"{k.name} writes nothing"
+        assert k.summary
+
+
+def _every_plan(policy):
+    for capacity in (policy.kv_step, policy.long_context if policy.long_context < 1 << 40 else 2 * policy.kv_step):
+        yield decode_plan(Builder(SMALL, policy, capacity=capacity))
+    for rows, top in product(policy.buckets, (None, 4)):
+        yield prefill_plan(Builder(SMALL, policy, rows=rows, capacity=policy.buckets[-1]), score_top=top)
+    for greedy, logprobs in ((True, False), (False, False), (False, True)):
+        yield sample_plan(Builder(SMALL, policy, capacity=policy.kv_step), greedy=greedy, logprobs=logprobs)
+
+
+def test_every_kernel_that_a_cpu_route_asks_for_exists_there():
+    with Device("cpu", threads=1) as device:
+        for ablate in [(), *((name,) for name in ABLATIONS)]:
+            for plan in _every_plan(policy_for("cpu", ablate)):
+                for d in plan.dispatches:
+                    device.kernel(d.kernel, d.constants)
+
+
+@pytest.mark.parametrize("device", list(POLICIES))
+def test_every_kernel_of_the_table_is_on_a_route_or_replaces_one(device):
+    used = {d.kernel.name for plan in _every_plan(policy_for(device)) for d in plan.dispatches}
+    idle = {k.name for k in KERNELS.values() if k.replaces is None} - used
+    # `copy` serves snapshots and the growth of the KV cache on devices whose memory the host should not touch.
+    assert idle == {"copy"}
+
+
+@pytest.mark.parametrize("device", list(POLICIES))
+def test_no_route_exceeds_the_threads_or_grid_of_its_kernel(device):
+    for plan in _every_plan(policy_for(device)):
+        for d in plan.dispatches:
+            assert d.threads[0] <= d.kernel.max_threads
+            assert all(0 < g < 1 << 31 for g in d.grid)
