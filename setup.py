@@ -42,6 +42,8 @@ ISA_FLAGS = {
     "isa_avx512": (X86, AVX512),
     "isa_avx512bf16": (X86, [*AVX512, "-mavx512bf16"]),
     "isa_avx512vnni": (X86, [*AVX512, "-mavx512vnni"]),
+    "isa_amx": (X86, [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]),
+    "isa_amx": (X86, [*AVX512, *"-mavx512bf16 -mamx-tile -mamx-bf16".split()]),
     "isa_neon": (ARM, []),
 }
 
@@ -178,7 +180,7 @@ def cython_modules() -> list[Extension]:
             include_dirs=["objc_shim"],
             depends=[path.relative_to(ROOT).as_posix() for path in (ROOT / "objc_shim").glob("*.h")],
             define_macros=macros,
-            extra_compile_args=["-O2", "-g0"],
+            extra_compile_args=["-O2", "-g0", "-Wno-unused-const-variable"],
             py_limited_api=LIMITED_API,
         )
         for source in sorted((ROOT / "lily").glob("_*.pyx"))

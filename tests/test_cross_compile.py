@@ -61,7 +61,7 @@ def test_device_libraries_compile_and_link_without_warnings(
         assert built.stat().st_size > 0
         compiled = {path.stem for path in built.parent.glob("*.o")}
         assert any(name.startswith("isa_neon") for name in compiled)
-        assert not any(name.startswith("isa_avx") for name in compiled)
+        assert not any(name.startswith(("isa_avx", "isa_amx")) for name in compiled)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -83,17 +83,17 @@ def test_cython_modules_compile_without_warnings(target: str, repository: Path, 
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="reads x86-64 code")
 def test_only_code_chosen_at_run_time_depends_on_the_x86_processor(build_rules: ModuleType, tmp_path: Path) -> None:
-    """Files outside of lily/cpu/isa_avx* use no vector registers beyond SSE2's."""
+    """Files outside of lily/cpu/isa_avx* and isa_amx* hold no AVX instruction, whatever the width."""
     objdump = shutil.which("objdump")
     if objdump is None:
         pytest.skip("no objdump command on this system")
     toolchain = build_rules.Toolchain(build_rules.find_compiler(), flags=("-Werror",))
-    wide = re.compile(r"%[yz]mm\d")
+    avx = re.compile(r"\tv[a-z]\w*\s.*%[xyz]mm\d")
     for library in build_rules.device_libraries():
         built = library.build(toolchain, tmp_path / library.name)
         code = {
             path.stem: subprocess.check_output([objdump, "-d", path], text=True) for path in built.parent.glob("*.o")
         }
-        uses = {name for name, text in code.items() if wide.search(text)}
+        uses = {name for name, text in code.items() if avx.search(text)}
         assert uses, "no vector code found at all: objdump's format has changed"
-        assert not [name for name in uses if not name.startswith("isa_avx")]
+        assert not [name for name in uses if not name.startswith(("isa_avx", "isa_amx"))]
