@@ -164,5 +164,3 @@ def f32_to_bf16(x: Any) -> Any:
 def bf16_to_f32(bits: Any) -> Any:
     """float32 values of bfloat16 bits."""
     return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
-
-

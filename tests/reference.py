@@ -170,8 +170,7 @@ class Reference:
         z = self.linear(p + "in_proj_z", x).reshape(rows, hv, dv)
         beta = sigmoid(self.linear(p + "in_proj_b", x))
         decay = np.exp(
-            -np.exp(self.vector(p + "A_log"))
-            * softplus(self.linear(p + "in_proj_a", x) + self.vector(p + "dt_bias"))
+            -np.exp(self.vector(p + "A_log")) * softplus(self.linear(p + "in_proj_a", x) + self.vector(p + "dt_bias"))
         )
         weight = self.vector(p + "conv1d.weight")
         weight = weight.reshape(weight.shape[0], -1)

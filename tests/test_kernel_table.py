@@ -25,7 +25,9 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("Step", STEP_DTYPE), ("Request", REQUEST_DTYPE), ("Output", OUTPUT_DTYPE)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("Step", STEP_DTYPE), ("Request", REQUEST_DTYPE), ("Output", OUTPUT_DTYPE)]
+)
 def test_host_record_has_the_layout_of_the_device_structure(name, dtype):
     wanted = []
     for field in STRUCTS[name]:

@@ -21,9 +21,7 @@ def accesses(dispatch: Dispatch) -> Iterable[tuple[View, bool]]:
 
 def conflicts(first: Dispatch, second: Dispatch) -> bool:
     """Whether ``second`` must wait for ``first``: read after write, write after read, or write after write."""
-    return any(
-        (w1 or w2) and v1.overlaps(v2) for v1, w1 in accesses(first) for v2, w2 in accesses(second)
-    )
+    return any((w1 or w2) and v1.overlaps(v2) for v1, w1 in accesses(first) for v2, w2 in accesses(second))
 
 
 def schedule(dispatches: Sequence[Dispatch], *, every: bool = False) -> tuple[Dispatch, ...]:

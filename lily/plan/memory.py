@@ -40,9 +40,7 @@ class StateLayout:
     @classmethod
     def of(cls, config: ModelConfig, policy: Policy) -> StateLayout:
         conv_bytes = (config.conv_kernel - 1) * config.conv_dim * ACT_BYTES[policy.act]
-        s_bytes = (
-            config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
-        )
+        s_bytes = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
         conv, recurrent, at = {}, {}, 0
         for i, kind in enumerate(config.layer_types):
             if kind != FULL_ATTENTION:
