@@ -49,7 +49,7 @@ $(VENV)/bin/lily: pyproject.toml | compile
 	@touch $@
 
 run: build
-	@$(PY) -m lily generate -p '$(PROMPT)' --seed 1 --max-tokens 120
+	@$(PY) -m lily generate --ignore-chat-template -p '$(PROMPT)' --seed 1 --max-tokens 120
 
 test: $(DEV) build
 	@$(PY) -m pytest --durations=15

@@ -28,8 +28,8 @@ def plan_context(
         return memory_sum(config, policy, weights, capacity=tokens, scratch=scratch, snapshots=SNAPSHOTS)
 
     limit = config.max_position_embeddings
-    if max_context is not None and not 1 <= max_context <= limit:
-        raise InvalidRequestError(f"max_context is {max_context}; allowed are 1 to {limit} for this model")
+    if max_context is not None and not 2 <= max_context <= limit:
+        raise InvalidRequestError(f"max_context is {max_context}; allowed are 2 to {limit} for this model")
     fixed, per_token = needed(0), needed(1).kv_per_token
     fits = (room - fixed.total) // per_token if per_token else limit
     if fits < (max_context or 1):

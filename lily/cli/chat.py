@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lily.cli.console import Console, is_terminal
-from lily.cli.generate import describe, statistics
+from lily.cli.generate import closing_stream, describe, statistics
 from lily.cli.options import (
     EngineFlags,
     SamplingFlags,
@@ -59,6 +59,8 @@ def chat(
     """
     with flags.open(console) as engine:
         describe(console, engine)
+        # What would fail with every message is said at once.
+        engine.render_chat([{"role": "user", "content": "Hi"}], template_kwargs=template_config)
         arguments = sampling.for_engine(engine)
         session = engine.session(system=system_prompt, template_kwargs=template_config)
         interactive = is_terminal(sys.stdin)
@@ -98,17 +100,13 @@ def _command(line: str, session: Session, console: Console) -> bool:
 
 def _reply(session: Session, message: str, arguments: dict[str, Any], console: Console) -> None:
     """Shows the reply as it comes; Ctrl-C ends it after the token that is being computed."""
-    pieces = session.stream(message, **arguments)
     completion = None
-    try:
-        with _interrupts() as interrupted:
-            for chunk in pieces:
-                console.write(chunk.text)
-                completion = chunk.completion
-                if interrupted:
-                    break
-    finally:
-        pieces.close()  # type: ignore[attr-defined]
+    with _interrupts() as interrupted, closing_stream(session.stream(message, **arguments)) as pieces:
+        for chunk in pieces:
+            console.write(chunk.text)
+            completion = chunk.completion
+            if interrupted:
+                break
     console.write("\n")
     if completion is None:
         console.note("(stopped)")

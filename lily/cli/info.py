@@ -148,7 +148,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         out += _model_lines(model) + _context_lines(report["context"])
         out.append("sampling defaults: " + ", ".join(f"{k} {v}" for k, v in report["sampling_defaults"].items()))
     device = report["device"]
-    words = [f"{key} {value}" for key, value in device.items() if key not in ("name", "error")]
+    words = [f"{key} {value}" for key, value in device.items() if key not in ("name", "error", "null")]
     out.append("device: " + ("cannot be used, see below" if "error" in device else ", ".join([device["name"], *words])))
     return out
 

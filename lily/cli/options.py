@@ -196,8 +196,8 @@ def _checked(values: dict[str, Any], extra_eos_tokens: tuple[str, ...]) -> Sampl
         make_params({}, values)
     except InvalidRequestError as error:
         message = str(error)
-        flag = next((flag for name, flag in _FLAGS.items() if message.startswith(name)), None)
-        raise click.BadParameter(message, param_hint=flag or "sampling") from None
+        name = next((name for name in _FLAGS if message.startswith(name)), "")
+        raise click.UsageError(_FLAGS.get(name, "") + message.removeprefix(name)) from None
     if "" in extra_eos_tokens:
         raise click.BadParameter("is empty", param_hint="--extra-eos-token")
     return SamplingFlags(values, extra_eos_tokens)

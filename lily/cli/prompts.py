@@ -16,21 +16,19 @@ _END_THINK = "\n</think>\n\n"
 
 
 def read_prompt(prompt: str) -> str:
-    """``prompt``, or for ``-`` all of standard input; UsageError if it is empty or not text."""
+    """``prompt``, or for ``-`` all of standard input; UsageError if it is empty or not UTF-8 text."""
+    where = "the prompt"
     if prompt == "-":
-        data = sys.stdin.buffer.read() if sys.stdin is not None else b""
-        try:
-            prompt = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise click.UsageError(
-                f"the prompt on standard input is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x})"
-            ) from None
         where = "the prompt on standard input"
+        data = sys.stdin.buffer.read() if sys.stdin is not None else b""
     else:
-        where = "the prompt"
-    if not prompt:
+        data = prompt.encode("utf-8", "surrogateescape")  # as the shell gave it
+    if not data:
         raise click.UsageError(f"{where} is empty; give at least one character")
-    return prompt
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{where} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x})") from None
 
 
 def prompt_tokens(

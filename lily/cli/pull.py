@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
-from lily.cli.console import Console
+from lily.cli.console import Console, is_terminal
 from lily.cli.options import REAL_MODEL, console_options
+from lily.errors import CheckpointError
 
 
 @click.command(epilog=f"The real model: lily pull {REAL_MODEL}")
@@ -18,7 +21,12 @@ def pull(console: Console, model: str) -> None:
     Only the files that Lily reads; what is there already is not downloaded again. Writes the model's folder.
     """
     from lily.hub import pull as download
+    from lily.resolve import parse_hub_model
 
-    folder = download(model, progress=not console.quiet)
+    try:
+        parse_hub_model(model)
+    except CheckpointError:
+        raise click.BadParameter(f"{model!r}: expected ORG/NAME or ORG/NAME@REVISION") from None
+    folder = download(model, progress=not console.quiet and is_terminal(sys.stderr))
     console.write(f"{folder}\n")
     console.note(f'Run it with: lily generate -m {model} -p "…"')
