@@ -14,7 +14,15 @@ from lily.errors import InvalidRequestError
 ABLATIONS: dict[str, str] = {
     "overlap": "a barrier before every dispatch instead of only where a later kernel needs an earlier result",
     "handoff": "the host reads each token before it submits the next step",
-    "gdn-fusion": "convolution, recurrence and gated norm of a GDN layer as three kernels in decode",
+    "gdn-fusion": "decode: convolution, recurrence and gated norm of a GDN layer as three kernels",
+    "attention-fusion": "decode: q/k norm, RoPE and the KV append as a kernel of their own before attention",
+    "expert-fusion": "decode: gate, up and activation of the routed experts as kernels of their own",
+    "combine-fusion": "decode: the experts' down projections and their weighted sum as kernels of their own",
+    "gqa-packing": "decode attention: every query head loads K and V for itself",
+    "coalesced-kv": "decode attention: each thread reads whole rows of K and V (implies attention-fusion off)",
+    "fixed-blocks": "decode attention: the general split at every context length",
+    "register-scan": "prefill: the recurrence in blocks through memory",
+    "adaptive-tiles": "prefill: expert tiles of 16 rows whatever the load",
 }
 
 
@@ -38,10 +46,11 @@ class Policy:
     long_context: int  # from here on the fixed-block layout of decode attention
     long_piece: int
     pack: int  # query heads that share one KV row load
-    tile_m: int  # rows of a dense GEMM tile
-    tile_n: int
+    gemm_tiles: tuple[tuple[int, int], ...]  # (rows from, rows of a dense GEMM tile), ascending
     moe_tiles: tuple[tuple[int, int], ...]  # (rows per expert from, tile rows), ascending
-    attention_rows: int  # query rows of a prefill attention tile
+    tile_n: int  # outputs of a tile
+    narrow_tiles: bool  # tiles of up to 16 rows, and tiles of two matrices, have half of tile_n outputs
+    attention_queries: int  # rows times query heads of one KV head in a prefill attention tile
     sample_slice: int  # logits one group of the sampler reads
     chunk: int  # rows of a prefill chunk; chunk edges lie on multiples of it
     buckets: tuple[int, ...]  # rows a prefill list is recorded for, ascending
@@ -57,14 +66,26 @@ class Policy:
         """The smallest recorded row count that holds ``rows``."""
         return next(b for b in self.buckets if b >= rows)
 
+    def gemm_tile(self, rows: int) -> int:
+        """Tile rows of a dense GEMM over ``rows`` rows."""
+        return _from(self.gemm_tiles, rows)
+
     def moe_tile(self, rows: int, experts: int, active: int) -> int:
         """Tile rows of the grouped GEMM, by the mean number of rows an expert gets."""
-        mean = rows * active / experts
-        return [tile for start, tile in self.moe_tiles if mean >= start][-1]
+        return 16 if self.off("adaptive-tiles") else _from(self.moe_tiles, rows * active / experts)
+
+    def tile_columns(self, tile_m: int, parts: int = 1) -> int:
+        """Outputs of a GEMM tile of ``tile_m`` rows; ``parts``: matrices computed together (2 for gate and up)."""
+        return self.tile_n // 2 if self.narrow_tiles and (tile_m <= 16 or parts == 2) else self.tile_n
+
+    def attention_rows(self, heads_per_kv: int) -> int:
+        """Rows of a prefill attention tile."""
+        return max(1, self.attention_queries // heads_per_kv)
 
     def piece(self, capacity: int, head_dim: int, heads_per_kv: int) -> tuple[int, bool]:
         """(positions per piece, fixed-block layout?) of decode attention for a cache of ``capacity`` tokens."""
-        if capacity >= self.long_context and head_dim == 256 and heads_per_kv == 8:
+        long = capacity >= self.long_context and not self.off("fixed-blocks")
+        if long and head_dim == 256 and heads_per_kv == 8:
             return self.long_piece, True
         return self.attention_piece, False
 
@@ -76,6 +97,11 @@ class Policy:
         return -(-tokens // step) * step
 
 
+def _from(table: tuple[tuple[int, int], ...], value: float) -> int:
+    """The choice of the last entry that begins at or below ``value``."""
+    return [choice for start, choice in table if value >= start][-1]
+
+
 _BUCKETS = (8, 32, 64, 128, 256, 512)
 
 POLICIES: dict[str, Policy] = {
@@ -83,14 +109,15 @@ POLICIES: dict[str, Policy] = {
         device="cpu", act="f32", layout="rows16", row_block=16, rows_invariant=True,
         gemv_rows=16, gemv_threads=1, moe_rows=16,
         attention_piece=256, long_context=1 << 62, long_piece=256, pack=8,
-        tile_m=512, tile_n=16, moe_tiles=((0, 32),), attention_rows=8,
+        gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
         sample_slice=16384, chunk=512, buckets=_BUCKETS, kv_step=1024, score_rows=64,
     ),
     "metal": Policy(
         device="metal", act="bf16", layout="rows", row_block=1, rows_invariant=False,
         gemv_rows=8, gemv_threads=64, moe_rows=8,
         attention_piece=256, long_context=32768, long_piece=1024, pack=4,
-        tile_m=32, tile_n=64, moe_tiles=((0, 16), (24, 32), (96, 64)), attention_rows=16,
+        gemm_tiles=((0, 16), (17, 32), (256, 64)), moe_tiles=((0, 16), (12, 32), (48, 64)), tile_n=64,
+        narrow_tiles=True, attention_queries=32,
         sample_slice=4096, chunk=2048, buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
     ),
 }  # fmt: skip

@@ -6,7 +6,7 @@ Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
 
 from __future__ import annotations
 
-from lily.plan import prefill
+from lily.plan import ablations, prefill
 from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View
 from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
@@ -72,13 +72,16 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
     part_o = b.f32("part_o", pieces, hq, d).using(used * hq * d * 4)
     part_ml = b.f32("part_ml", pieces, hq, 2).using(used * hq * 8)
     norm_projection(b, x, w.norm, w.in_proj, proj)
-    k, v = b.kv(layer, "k"), b.kv(layer, "v")
-    b.dispatch(
-        "attn_decode", (pieces, hkv), 256, step=b.fixed("step.in"), proj=proj, q_norm=w.q_norm, k_norm=w.k_norm,
-        inv_freq=b.weights.inv_freq, k=k, v=v, part_o=part_o, part_ml=part_ml,
-        params={"pitch": pitch, "eps": c.rms_norm_eps, "piece": piece},
-        constants={"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim, "pack": min(p.pack, hq // hkv), "fixed": fixed},
-    )  # fmt: skip
+    pack = 1 if p.off("gqa-packing") else min(p.pack, hq // hkv)
+    heads = {"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim, "pack": pack, "fixed": fixed}
+    if p.off("attention-fusion") or p.off("coalesced-kv"):
+        ablations.attention_pieces(b, layer, w, proj, part_o, part_ml, (pieces, hkv), piece, heads)
+    else:
+        b.dispatch(
+            "attn_decode", (pieces, hkv), 256, step=b.fixed("step.in"), proj=proj, q_norm=w.q_norm, k_norm=w.k_norm,
+            inv_freq=b.weights.inv_freq, k=b.kv(layer, "k"), v=b.kv(layer, "v"), part_o=part_o, part_ml=part_ml,
+            params={"pitch": pitch, "eps": c.rms_norm_eps, "piece": piece}, constants=heads,
+        )  # fmt: skip
     b.dispatch(
         "attn_combine", (hq,), d, step=b.fixed("step.in"), part_o=part_o, part_ml=part_ml, o=o,
         params={"piece": piece}, constants={"hq": hq, "dim": d},
@@ -105,16 +108,22 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
         params={"n": ns, "k": h, "eps": c.rms_norm_eps, "rows_per_group": p.gemv_rows},
         constants=w.shared_gate_up.constants,
     )  # fmt: skip
-    b.dispatch(
-        "moe_gate_up", (groups(n, p.moe_rows), a), p.gemv_threads,
-        x=x, norm=w.norm, logits=logits, w=w.gate_up.view.using(a * w.gate_up.expert_bytes),
-        act=act, ids=ids, weights=weights,
-        params={
-            "n": n, "k": h, "eps": c.rms_norm_eps, "experts": e, "active": a, "renorm": c.norm_topk_prob,
-            "rows_per_group": p.moe_rows,
-        },
-        constants=w.gate_up.constants,
-    )  # fmt: skip
+    if p.off("expert-fusion"):
+        ablations.routed_experts(b, w, x, logits, act, ids, weights)
+    else:
+        b.dispatch(
+            "moe_gate_up", (groups(n, p.moe_rows), a), p.gemv_threads,
+            x=x, norm=w.norm, logits=logits, w=w.gate_up.view.using(a * w.gate_up.expert_bytes),
+            act=act, ids=ids, weights=weights,
+            params={
+                "n": n, "k": h, "eps": c.rms_norm_eps, "experts": e, "active": a, "renorm": c.norm_topk_prob,
+                "rows_per_group": p.moe_rows,
+            },
+            constants=w.gate_up.constants,
+        )  # fmt: skip
+    if p.off("combine-fusion"):
+        ablations.combined_experts(b, w, x, logits, act, ids, weights, shared)
+        return
     down, shared_down = w.down.constants, w.shared_down.constants
     b.dispatch(
         "moe_down", (groups(h, p.moe_rows),), p.gemv_threads,

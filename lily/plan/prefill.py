@@ -13,6 +13,8 @@ from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View
 from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
 
+GEMM_THREADS = 128  # PRODUCT_THREADS in shaders/matrix.h
+
 
 def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
     """A chunk: ids.in at step.in → state.out, the KV cache, and the last row in ``hidden``.
@@ -61,14 +63,25 @@ def norm_rows(b: Builder, x: View, norm: Dense, name: str) -> View:
     return h
 
 
+def gemm_tile(b: Builder, rows: int, parts: int = 1) -> dict[str, int]:
+    """Tile of a dense GEMM over ``rows`` rows; ``parts``: matrices computed together."""
+    tile_m = b.policy.gemm_tile(rows)
+    return {"tile_m": tile_m, "tile_n": b.policy.tile_columns(tile_m, parts)}
+
+
+def gemm_grid(n: int, rows: int, tile: dict[str, int]) -> tuple[int, int]:
+    """Groups for ``n`` outputs of ``rows`` rows."""
+    return groups(n, tile["tile_n"]), groups(rows, tile["tile_m"])
+
+
 def project(b: Builder, x: View, segments: tuple[Matrix, ...], y: View, pitch: int) -> None:
     """Rows of ``y`` = stacked projections of rows of ``x``."""
-    p = b.policy
+    tile = gemm_tile(b, b.rows)
     for w in segments:
         b.dispatch(
-            "gemm", (groups(w.n, p.tile_n), groups(b.rows, p.tile_m)), 128, label=w.parts[0].module.split(".")[-1],
+            "gemm", gemm_grid(w.n, b.rows, tile), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
             step=b.fixed("step.in"), x=x, w=w, y=y,
-            params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "tile_m": p.tile_m, "tile_n": p.tile_n},
+            params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, **tile},
             constants=w.constants,
         )  # fmt: skip
 
@@ -77,25 +90,22 @@ def project_f32(
     b: Builder, x: View, w: Matrix, y: View, pitch: int, *, first: int = 0, limit: int | None = None
 ) -> None:
     """As ``project`` with float32 results, for rows [first, first+limit)."""
-    p, limit = b.policy, b.rows if limit is None else limit
+    limit = b.rows if limit is None else limit
+    tile = gemm_tile(b, limit)
     b.dispatch(
-        "gemm_f32", (groups(w.n, p.tile_n), groups(limit, p.tile_m)), 128, label=w.parts[0].module.split(".")[-1],
+        "gemm_f32", gemm_grid(w.n, limit, tile), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
         step=b.fixed("step.in"), x=x, w=w, y=y,
-        params={
-            "n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "first": first, "limit": limit,
-            "tile_m": p.tile_m, "tile_n": p.tile_n,
-        },
+        params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "first": first, "limit": limit, **tile},
         constants=w.constants,
     )  # fmt: skip
 
 
 def project_residual(b: Builder, y: View, w: Matrix, x: View) -> None:
     """Rows of ``x`` += W · rows of ``y``."""
-    p = b.policy
+    tile = gemm_tile(b, b.rows)
     b.dispatch(
-        "gemm_residual", (groups(w.n, p.tile_n), groups(b.rows, p.tile_m)), 128,
-        label=w.parts[0].module.split(".")[-1], step=b.fixed("step.in"), y=y, w=w, x=x,
-        params={"n": w.n, "k": w.k, "tile_m": p.tile_m, "tile_n": p.tile_n}, constants=w.constants,
+        "gemm_residual", gemm_grid(w.n, b.rows, tile), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
+        step=b.fixed("step.in"), y=y, w=w, x=x, params={"n": w.n, "k": w.k, **tile}, constants=w.constants,
     )  # fmt: skip
 
 
@@ -132,7 +142,8 @@ def gdn_mix(b: Builder, layer: int, w: GdnWeights, proj: View, y: View, pitch: i
         params={"pitch": pitch}, constants=gdn_heads(c, taps=True),
     )  # fmt: skip
     b.dispatch(
-        "gdn_scan", (hv,), 1024, step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
+        "gdn_scan_blocked" if b.policy.off("register-scan") else "gdn_scan", (hv,), 1024,
+        step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
         constants=heads,
     )  # fmt: skip
     b.dispatch(
@@ -146,6 +157,7 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
     hq, hkv, d = c.num_heads, c.num_kv_heads, c.head_dim
     pitch = 2 * hq * d + 2 * hkv * d
     piece, _ = p.piece(b.capacity, d, hq // hkv)
+    tile_rows = p.attention_rows(hq // hkv)
     proj, q, o = b.act("proj_attention", m, pitch), b.act("q_attention", m, hq, d), b.act("attended", m, hq * d)
     k, v = b.kv(layer, "k"), b.kv(layer, "v")
     project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
@@ -155,8 +167,8 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
         constants={"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim},
     )  # fmt: skip
     b.dispatch(
-        "attn_prefill", (groups(m, p.attention_rows), hkv), 256, step=step, q=q, proj=proj, k=k, v=v, o=o,
-        params={"pitch": pitch, "piece": piece, "tile_m": p.attention_rows}, constants={"hq": hq, "hkv": hkv, "dim": d},
+        "attn_prefill", (groups(m, tile_rows), hkv), 256, step=step, q=q, proj=proj, k=k, v=v, o=o,
+        params={"pitch": pitch, "piece": piece, "tile_m": tile_rows}, constants={"hq": hq, "hkv": hkv, "dim": d},
     )  # fmt: skip
     project_residual(b, o, w.out_proj, x)
 
@@ -177,13 +189,14 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
     act, y = b.act("expert_act", m * a, n), b.act("expert_out", m * a, h)
     for router in w.router:
         project_f32(b, normed, router, logits, e + 1)
+    pair = gemm_tile(b, m, parts=2)
     b.dispatch(
-        "gemm_swiglu", (groups(ns, p.tile_n), groups(m, p.tile_m)), 128, label="shared_gate_up",
+        "gemm_swiglu", gemm_grid(ns, m, pair), GEMM_THREADS, label="shared_gate_up",
         step=step, x=normed, w=w.shared_gate_up, y=shared_act,
-        params={"n": ns, "k": h, "tile_m": p.tile_m, "tile_n": p.tile_n}, constants=w.shared_gate_up.constants,
+        params={"n": ns, "k": h, **pair}, constants=w.shared_gate_up.constants,
     )  # fmt: skip
     b.dispatch(
-        "route_topk", (m,), 256, step=step, logits=logits, ids=ids, weights=weights,
+        "route_topk", (m,), 32, step=step, logits=logits, ids=ids, weights=weights,
         params={"experts": e, "active": a, "renorm": c.norm_topk_prob},
     )  # fmt: skip
     project(b, shared_act, (w.shared_down,), shared, h)
@@ -192,15 +205,16 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
         params={"experts": e, "active": a, "tile_m": tile, "max_blocks": blocks},
     )  # fmt: skip
     routed: dict[str, Any] = {"step": step, "offsets": offsets, "order": order, "blocks": block_map}
-    sizes = {"experts": e, "active": a, "tile_m": tile, "tile_n": p.tile_n}
+    sizes = {"experts": e, "active": a, "tile_m": tile}
+    pair_n, single_n = p.tile_columns(tile, parts=2), p.tile_columns(tile)
     b.dispatch(
-        "moe_gemm_gate_up", (groups(n, p.tile_n), blocks), 128, x=normed, y=act, **routed,
-        w=w.gate_up.view.using(hit * w.gate_up.expert_bytes), params={"n": n, "k": h, **sizes},
+        "moe_gemm_gate_up", (groups(n, pair_n), blocks), GEMM_THREADS, x=normed, y=act, **routed,
+        w=w.gate_up.view.using(hit * w.gate_up.expert_bytes), params={"n": n, "k": h, **sizes, "tile_n": pair_n},
         constants=w.gate_up.constants,
     )  # fmt: skip
     b.dispatch(
-        "moe_gemm_down", (groups(h, p.tile_n), blocks), 128, x=act, y=y, **routed,
-        w=w.down.view.using(hit * w.down.expert_bytes), params={"n": h, "k": n, **sizes},
+        "moe_gemm_down", (groups(h, single_n), blocks), GEMM_THREADS, x=act, y=y, **routed,
+        w=w.down.view.using(hit * w.down.expert_bytes), params={"n": h, "k": n, **sizes, "tile_n": single_n},
         constants=w.down.constants,
     )  # fmt: skip
     b.dispatch(

@@ -47,7 +47,7 @@ def sample_plan(b: Builder, *, greedy: bool, logprobs: bool) -> Plan:
         )  # fmt: skip
     # Of `outputs` one entry is written; of `counts` and `logits` one element is used.
     b.dispatch(
-        "advance", (1,), 256, step=step, next_step=b.fixed("step.out"), request=request, best=m.best, flags=m.flags,
+        "advance", (1,), 32, step=step, next_step=b.fixed("step.out"), request=request, best=m.best, flags=m.flags,
         logits=logits.using(4), stats=m.stats, top_ids=m.top_ids, top_values=m.top_values,
         next_ids=b.fixed("ids.out").using(4), history=b.fixed("history").using(4), counts=b.fixed("counts").using(4),
         outputs=b.fixed("outputs").using(200), params={"groups": slices, "logprobs": int(logprobs)},
