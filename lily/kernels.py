@@ -369,7 +369,7 @@ _t.add(
     "sample_logits",
     """Group i, its slice: y = logits + bias; then, for ids among the last Request.repetition_window of history (prompt
     and reply, positions < Step.position+Step.rows), y>0 ? y/penalty : y·penalty; then - presence·[counts>0]
-    - frequency·counts. Padding ids become -inf. stats[i] = (max of raw logits, Σexp(raw - max), max of y,
+    - frequency·counts. Ids >= Request.vocab take no part. stats[i] = (max of raw logits, Σexp(raw - max), max of y,
     Σexp(y - max)); flags as in argmax.""",
     """step:r:Step request:r:Request logits:r:f32[V] bias_ids:r:i32[b] bias_values:r:f32[b] history:r:i32[n]
     counts:r:u32[V] y:w:f32[V] stats:w:f32[G,4] flags:w:i32[G]""",

@@ -17,22 +17,17 @@
 
 #define ATTN_BLOCK 64
 
-// Register tiles: ATTN_QUERIES × ATTN_VECTORS sums.
-#if VL == 16
-#define ATTN_QUERIES 8
-#define ATTN_VECTORS 2
-#elif defined(__aarch64__)
-#define ATTN_QUERIES 4
-#define ATTN_VECTORS 4
+// A register tile: ATTN_QUERIES queries × two vectors.
+#if VL == 8 || defined(__SSE2__) && VL == 4
+#define ATTN_QUERIES 4 // 16 registers
 #else
-#define ATTN_QUERIES 4
-#define ATTN_VECTORS 2
+#define ATTN_QUERIES 8 // 32 registers
 #endif
-#define ATTN_STRIP (ATTN_VECTORS * VL)
+#define ATTN_STRIP (2 * VL)
 
 typedef struct {
-    uint32_t queries;  // padded to whole panels of ATTN_QUERIES
-    uint32_t rep;      // query heads of a KV head; query i belongs to row i / rep
+    uint32_t queries; // padded to whole panels of ATTN_QUERIES
+    uint32_t rep;     // query heads of a KV head; query i belongs to row i / rep
     uint32_t dim;
     uint32_t position; // of row 0
     uint32_t last;     // position of the last row
@@ -57,7 +52,8 @@ INLINE size_t attn_tile_floats(uint32_t queries, uint32_t dim) {
 }
 
 // Divides `memory`, attn_tile_floats floats.
-INLINE void attn_tile_init(attn_tile *t, uint32_t queries, uint32_t rep, uint32_t dim, uint32_t position, float *memory) {
+INLINE void attn_tile_init(
+    attn_tile *t, uint32_t queries, uint32_t rep, uint32_t dim, uint32_t position, float *memory) {
     size_t n = attn_padded(queries);
     *t = (attn_tile){.queries = (uint32_t)n, .rep = rep, .dim = dim, .position = position};
     t->last = position + (queries - 1) / rep;
@@ -122,29 +118,29 @@ INLINE void attn_load_values(const attn_tile *t, const attn_cache *c, size_t fir
     }
 }
 
-// Scores of one panel at one strip of positions.
-INLINE void attn_scores(const float *q, const float *keys, uint32_t dim, float *out) {
-    vf sum[ATTN_QUERIES][ATTN_VECTORS];
+// out[a] = factor[a]·out[a] + Σ_{j<n} left[a·step_a + j·step_j]·right[j] for `queries` rows of `vectors` (1 or 2) vectors.
+// factor NULL: out starts from zero.
+INLINE void attn_product(const float *left, size_t step_a, size_t step_j, const float *right, uint32_t n,
+    const float *factor, float *out, size_t pitch, int queries, int vectors) {
+    vf s0[ATTN_QUERIES], s1[ATTN_QUERIES];
     UNROLL
-    for (int a = 0; a < ATTN_QUERIES; a++) {
-        UNROLL
-        for (int i = 0; i < ATTN_VECTORS; i++) sum[a][i] = vf_set(0);
+    for (int a = 0; a < queries; a++) {
+        s0[a] = factor ? vf_load(out + a * pitch) * vf_set(factor[a]) : vf_set(0);
+        if (vectors == 2) s1[a] = factor ? vf_load(out + a * pitch + VL) * vf_set(factor[a]) : vf_set(0);
     }
-    for (uint32_t d = 0; d < dim; d++, q += ATTN_QUERIES, keys += ATTN_STRIP) {
-        vf key[ATTN_VECTORS];
+    for (uint32_t j = 0; j < n; j++, left += step_j, right += vectors * VL) {
+        vf r0 = vf_load(right), r1 = vectors == 2 ? vf_load(right + VL) : r0;
         UNROLL
-        for (int i = 0; i < ATTN_VECTORS; i++) key[i] = vf_load(keys + i * VL);
-        UNROLL
-        for (int a = 0; a < ATTN_QUERIES; a++) {
-            vf x = vf_set(q[a]);
-            UNROLL
-            for (int i = 0; i < ATTN_VECTORS; i++) sum[a][i] = vf_fma(x, key[i], sum[a][i]);
+        for (int a = 0; a < queries; a++) {
+            vf x = vf_set(left[a * step_a]);
+            s0[a] = vf_fma(x, r0, s0[a]);
+            if (vectors == 2) s1[a] = vf_fma(x, r1, s1[a]);
         }
     }
     UNROLL
-    for (int a = 0; a < ATTN_QUERIES; a++) {
-        UNROLL
-        for (int i = 0; i < ATTN_VECTORS; i++) vf_store(out + a * ATTN_BLOCK + i * VL, sum[a][i]);
+    for (int a = 0; a < queries; a++) {
+        vf_store(out + a * pitch, s0[a]);
+        if (vectors == 2) vf_store(out + a * pitch + VL, s1[a]);
     }
 }
 
@@ -177,33 +173,6 @@ INLINE float attn_softmax(float *s, uint32_t valid, float *max_total) {
     return factor;
 }
 
-// sum[a] = sum[a]·factor[a] + Σ_{j<n} weights[a][j]·value[j] over `vectors` vectors of dims.
-INLINE void attn_sums(const float *weights, const float *factor, const float *values, uint32_t n, uint32_t dim, float *out,
-    int queries, int vectors) {
-    vf sum[ATTN_QUERIES][ATTN_VECTORS];
-    UNROLL
-    for (int a = 0; a < queries; a++) {
-        UNROLL
-        for (int i = 0; i < vectors; i++) sum[a][i] = vf_load(out + (size_t)a * dim + i * VL) * vf_set(factor[a]);
-    }
-    for (uint32_t j = 0; j < n; j++, values += vectors * VL) {
-        vf value[ATTN_VECTORS];
-        UNROLL
-        for (int i = 0; i < vectors; i++) value[i] = vf_load(values + i * VL);
-        UNROLL
-        for (int a = 0; a < queries; a++) {
-            vf x = vf_set(weights[a * ATTN_BLOCK + j]);
-            UNROLL
-            for (int i = 0; i < vectors; i++) sum[a][i] = vf_fma(x, value[i], sum[a][i]);
-        }
-    }
-    UNROLL
-    for (int a = 0; a < queries; a++) {
-        UNROLL
-        for (int i = 0; i < vectors; i++) vf_store(out + (size_t)a * dim + i * VL, sum[a][i]);
-    }
-}
-
 // The weighted values of `queries` (1 or ATTN_QUERIES) queries that see the same n positions.
 INLINE void attn_weigh(const attn_tile *t, uint32_t query, uint32_t n, const float *factor, int queries) {
     const float *weights = t->weights + query % ATTN_QUERIES * ATTN_BLOCK;
@@ -211,8 +180,10 @@ INLINE void attn_weigh(const attn_tile *t, uint32_t query, uint32_t n, const flo
         width = attn_strip_width(t->dim, at);
         const float *values = t->values + (size_t)at * ATTN_BLOCK;
         float *out = t->sum + (size_t)query * t->dim + at;
-        if (width == ATTN_STRIP) attn_sums(weights, factor, values, n, t->dim, out, queries, ATTN_VECTORS);
-        else attn_sums(weights, factor, values, n, t->dim, out, queries, 1);
+        if (width == ATTN_STRIP)
+            attn_product(weights, ATTN_BLOCK, 1, values, n, factor, out, t->dim, queries, 2);
+        else
+            attn_product(weights, ATTN_BLOCK, 1, values, n, factor, out, t->dim, queries, 1);
     }
 }
 
@@ -233,10 +204,13 @@ SHARED void attn_panel(const attn_tile *t, uint32_t query, size_t first, uint32_
         most = valid[a] > most ? valid[a] : most;
     }
     for (uint32_t at = 0; at < most; at += ATTN_STRIP)
-        attn_scores(t->q + (size_t)query * t->dim, t->keys + (size_t)at * t->dim, t->dim, t->weights + at);
+        attn_product(t->q + (size_t)query * t->dim, 1, ATTN_QUERIES, t->keys + (size_t)at * t->dim, t->dim, NULL,
+            t->weights + at, ATTN_BLOCK, ATTN_QUERIES, 2);
     for (uint32_t a = 0; a < ATTN_QUERIES; a++)
-        if (valid[a] > 0) factor[a] = attn_softmax(t->weights + a * ATTN_BLOCK, valid[a], t->max_total + 2 * (query + a));
-    if (least == most && most > 0) attn_weigh(t, query, most, factor, ATTN_QUERIES);
+        if (valid[a] > 0)
+            factor[a] = attn_softmax(t->weights + a * ATTN_BLOCK, valid[a], t->max_total + 2 * (query + a));
+    if (least == most && most > 0)
+        attn_weigh(t, query, most, factor, ATTN_QUERIES);
     else
         for (uint32_t a = 0; a < ATTN_QUERIES; a++)
             if (valid[a] > 0) attn_weigh(t, query + a, valid[a], factor + a, 1);
@@ -309,7 +283,8 @@ INLINE void attn_store(uint16_t *to, const float *x, uint32_t dim) {
 // Appends KV head `head` of a projected row at `position`; `spare` is room for dim floats.
 INLINE void attn_append(const attn_shape *s, const float *proj, uint32_t head, const float *cos_sin, int32_t position,
     uint16_t *k, uint16_t *v, float *spare) {
-    const float *key = proj + 2 * (size_t)s->hq * s->dim + (size_t)head * s->dim, *value = key + (size_t)s->hkv * s->dim;
+    const float *key = proj + 2 * (size_t)s->hq * s->dim + (size_t)head * s->dim,
+                *value = key + (size_t)s->hkv * s->dim;
     size_t at = ((size_t)position * s->hkv + head) * s->dim;
     attn_head(s, key, s->k_norm, cos_sin, spare);
     attn_store(k + at, spare, s->dim);
@@ -319,7 +294,8 @@ INLINE void attn_append(const attn_shape *s, const float *proj, uint32_t head, c
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 // A piece's partial results for the query heads of one KV head.
-INLINE void attn_decode_piece(attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t index, float *part_o, float *part_ml) {
+INLINE void attn_decode_piece(
+    attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t index, float *part_o, float *part_ml) {
     size_t first = (size_t)index * piece;
     attn_piece(t, c, first, first + piece);
     memcpy(part_o, t->sum, (size_t)t->rep * t->dim * sizeof *part_o);
@@ -330,8 +306,8 @@ SHARED void kernel_attn_decode(const cpu_call *call, uint32_t begin, uint32_t en
     const attn_decode_params *p = call->params;
     const int32_t *constant = call->constant;
     const attn_shape s = {(uint32_t)constant[attn_decode_C_HQ], (uint32_t)constant[attn_decode_C_HKV],
-        (uint32_t)constant[attn_decode_C_DIM], (uint32_t)constant[attn_decode_C_ROT], p->eps, call->arg[attn_decode_Q_NORM],
-        call->arg[attn_decode_K_NORM], call->arg[attn_decode_INV_FREQ]};
+        (uint32_t)constant[attn_decode_C_DIM], (uint32_t)constant[attn_decode_C_ROT], p->eps,
+        call->arg[attn_decode_Q_NORM], call->arg[attn_decode_K_NORM], call->arg[attn_decode_INV_FREQ]};
     const uint32_t position = (uint32_t)((const Step *)call->arg[attn_decode_STEP])->position;
     const uint32_t pieces = call->grid[0], rep = s.hq / s.hkv;
     const float *proj = call->arg[attn_decode_PROJ];
@@ -415,15 +391,16 @@ SHARED void kernel_attn_prep(const cpu_call *call, uint32_t begin, uint32_t end,
 }
 
 // One tile: `rows` rows from `row` on, one KV head.  `o` and `max_total` are room for the running result.
-INLINE void attn_prefill_tile(const attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t queries, float *o,
-    float *max_total) {
+INLINE void attn_prefill_tile(
+    const attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t queries, float *o, float *max_total) {
     memset(o, 0, (size_t)queries * t->dim * sizeof *o);
     for (uint32_t i = 0; i < queries; i++) max_total[2 * i] = -INFINITY, max_total[2 * i + 1] = 0;
     for (size_t first = 0; first <= t->last; first += piece) {
         attn_piece(t, c, first, first + piece);
         for (uint32_t i = 0; i < queries; i++)
             if (t->position + i / t->rep >= first)
-                attn_merge(o + (size_t)i * t->dim, max_total + 2 * i, t->sum + (size_t)i * t->dim, t->max_total + 2 * i, t->dim);
+                attn_merge(o + (size_t)i * t->dim, max_total + 2 * i, t->sum + (size_t)i * t->dim, t->max_total + 2 * i,
+                    t->dim);
     }
     for (uint32_t i = 0; i < queries; i++) attn_finish(o + (size_t)i * t->dim, max_total + 2 * i, t->dim);
 }

@@ -40,6 +40,6 @@ typedef struct {
 
 // Per instruction set, all kernels; ends with a NULL name.
 extern const cpu_entry cpu_kernels_portable[], cpu_kernels_avx2[], cpu_kernels_avx512[], cpu_kernels_avx512bf16[],
-    cpu_kernels_neon[];
+    cpu_kernels_amx[], cpu_kernels_neon[];
 
 #endif

@@ -74,7 +74,7 @@ int lily_kernel_get(lily_device *device, const char *name, const int32_t *consta
     const int code = check_constants(row, constants, count);
     if (code) return code;
     for (lily_kernel *k = device->kernels; k; k = k->next) {
-        if (k->row == row && !memcmp(k->constant, constants, count * sizeof *constants)) {
+        if (k->row == row && (!count || !memcmp(k->constant, constants, count * sizeof *constants))) {
             *out = k;
             return LILY_OK;
         }

@@ -20,6 +20,7 @@
 #endif
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
 #endif
 
 #if defined(__x86_64__)
@@ -30,12 +31,29 @@ static uint64_t enabled_state(void) {
     return (uint64_t)high << 32 | low;
 }
 
+// Linux gives tile registers to processes that ask; it refuses where a signal stack is too small to hold them.
+static bool tiles_granted(void) {
+#if defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+
+// Intel's processors make four operations of a bf16 dot product and one of a float32 multiply-add with half its work.
+static bool is_intel(void) {
+    uint32_t a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e; // "GenuineIntel"
+}
+
 uint32_t machine_features(void) {
     enum { FMA = 1u << 12, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29 };                // leaf 1, ecx
     enum { AVX2 = 1u << 5 };                                                                     // leaf 7.0, ebx
     const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;                           // F DQ BW VL
     const uint32_t avx512bf16 = 1u << 5;                                                         // leaf 7.1, eax
-    const uint64_t ymm_state = 0x06, zmm_state = 0xe6;
+    const uint32_t amx = 1u << 22 | 1u << 24;                                                    // leaf 7.0, edx: BF16 TILE
+    const uint64_t ymm_state = 0x06, zmm_state = 0xe6, tile_state = 0x60000;
     uint32_t a, b, c, d, features = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return 0;
     const uint32_t base = FMA | AVX | F16C;
@@ -43,12 +61,14 @@ uint32_t machine_features(void) {
     const uint64_t state = enabled_state();
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     const uint32_t leaf7_subleaves = a;
+    const bool has_amx = (d & amx) == amx && (state & tile_state) == tile_state;
     if (has_base && (b & AVX2) && (state & ymm_state) == ymm_state) features |= MACHINE_AVX2;
     if ((features & MACHINE_AVX2) && (b & avx512) == avx512 && (state & zmm_state) == zmm_state) {
         features |= MACHINE_AVX512;
         if (leaf7_subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & avx512bf16))
-            features |= MACHINE_AVX512BF16;
+            features |= MACHINE_AVX512BF16 | (is_intel() ? 0 : MACHINE_FAST_BF16);
     }
+    if ((features & MACHINE_AVX512BF16) && has_amx && tiles_granted()) features |= MACHINE_AMX;
     return features;
 }
 

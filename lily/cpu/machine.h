@@ -7,7 +7,14 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { MACHINE_AVX2 = 1, MACHINE_AVX512 = 2, MACHINE_AVX512BF16 = 4, MACHINE_NEON = 8 };
+enum {
+    MACHINE_AVX2 = 1,
+    MACHINE_AVX512 = 2,
+    MACHINE_AVX512BF16 = 4,
+    MACHINE_FAST_BF16 = 8, // its dot product is no slower than two float32 multiply-adds
+    MACHINE_AMX = 16,
+    MACHINE_NEON = 32
+};
 
 uint32_t machine_features(void);    // MACHINE_* that both processor and operating system support
 uint32_t machine_processors(void);  // this process may use: affinity and cgroup; Apple: performance cores

@@ -63,7 +63,7 @@ typedef struct {
 
 INLINE row_input prepare_row(const quantised *w, cpu_worker *worker) {
     row_input in;
-    in.row = cpu_prepared(worker, 0, w->k * sizeof(float) + panel_row_bytes(w), &in.ready);
+    in.row = cpu_prepared(worker, 0, w->k * sizeof(float) + panel_bytes(w, 1), &in.ready);
     in.panel = in.row + w->k;
     return in;
 }
@@ -143,16 +143,17 @@ typedef struct {
 
 INLINE void gemm_blocks(const product *out, const gemm_rows *r, uint32_t first, uint32_t rows, block_range blocks,
     cpu_worker *worker) {
-    const float **x = cpu_scratch(worker, 2 * rows * sizeof *x);
+    uint8_t *room = cpu_scratch(worker, sweep_room(out) + 2 * rows * sizeof(float *));
+    const float **x = (const float **)(room + sweep_room(out));
     float **y = (float **)(x + rows);
     for (uint32_t m = 0; m < rows; m++) {
         x[m] = r->x + (first + m) * r->x_pitch;
         y[m] = r->y + (first + m) * r->y_pitch;
     }
     int ready;
-    const packed in = packed_at(cpu_prepared(worker, first, rows * panel_row_bytes(&out->w), &ready), rows);
+    const packed in = packed_at(cpu_prepared(worker, first, packed_bytes(&out->w, rows), &ready), rows);
     if (!ready) pack_rows(&out->w, x, &in);
-    sweep_rows(out, blocks.begin, blocks.end, &in, y);
+    sweep_rows(out, blocks.begin, blocks.end, &in, y, room);
 }
 
 INLINE void gemm_groups(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker, const product *out,

@@ -27,15 +27,15 @@ SHARED void kernel_moe_gate_up(const cpu_call *call, uint32_t begin, uint32_t en
     const moe_gate_up_params *p = call->params;
     product out = product_of(call, moe_gate_up_W, p->n, p->k, SWIGLU);
     const uint8_t *experts = out.w.data;
-    const size_t panel_bytes = panel_row_bytes(&out.w), row_bytes = p->k * sizeof(float);
+    const size_t panel = panel_bytes(&out.w, 1), row_bytes = p->k * sizeof(float);
     int ready;
-    float *row = cpu_prepared(worker, 0, row_bytes + panel_bytes + 8 * p->active, &ready);
-    uint8_t *panel = (uint8_t *)row + row_bytes;
-    int32_t *ids = (int32_t *)(panel + panel_bytes);
+    float *row = cpu_prepared(worker, 0, row_bytes + panel + 8 * p->active, &ready);
+    uint8_t *packed_row = (uint8_t *)row + row_bytes;
+    int32_t *ids = (int32_t *)(packed_row + panel);
     float *weights = (float *)(ids + p->active);
     if (!ready) {
         norm_row(call->arg[moe_gate_up_X], call->arg[moe_gate_up_NORM], p->k, p->eps, row);
-        pack_one(&out.w, row, panel);
+        pack_one(&out.w, row, packed_row);
         route_select(call->arg[moe_gate_up_LOGITS], p->experts, p->active, p->renorm, ids, weights);
     }
     if (begin == 0) {
@@ -48,11 +48,11 @@ SHARED void kernel_moe_gate_up(const cpu_call *call, uint32_t begin, uint32_t en
         const uint32_t x = g % width, e = g / width;
         next = end - g < width - x ? end : g + width - x;
         out.w.data = experts + (size_t)ids[e] * 2 * padded_bytes(&out.w, p->n);
-        sweep_groups(&out, x, x + next - g, p->rows_per_group, panel, act + (size_t)e * p->n);
+        sweep_groups(&out, x, x + next - g, p->rows_per_group, packed_row, act + (size_t)e * p->n);
     }
 }
 
-#define DOWN_BLOCKS 8 // of outputs that are summed over the experts at a time
+#define DOWN_BLOCKS 64 // of outputs that are summed over the experts at a time: long runs in each expert
 
 // sums[b] += weight·(W·x) for `count` blocks from `first` on.
 INLINE void add_expert_blocks(const quantised *w, uint32_t first, uint32_t count, const void *panel, float weight, lanes *sums) {
@@ -61,7 +61,7 @@ INLINE void add_expert_blocks(const quantised *w, uint32_t first, uint32_t count
         if (b + 1 < count)
             tile_pair(w, block_at(w, first + b), block_bytes(w), panel, out);
         else
-            tile_rows(w, block_at(w, first + b), panel, 1, out);
+            tile_one(w, block_at(w, first + b), panel, out);
         for (uint32_t i = 0; i < 2 && b + i < count; i++)
             for (int v = 0; v < LANES / VL; v++) sums[b + i].part[v] = add_expert(sums[b + i].part[v], weight, out[i].part[v]);
     }
@@ -71,7 +71,7 @@ INLINE void add_shared_block(lanes sum, float gate, const quantised *w, uint32_t
     const uint32_t left = n - block * BLOCK_ROWS, count = left < BLOCK_ROWS ? left : BLOCK_ROWS;
     float row[BLOCK_ROWS] = {0};
     lanes shared;
-    tile_rows(w, block_at(w, block), panel, 1, &shared);
+    tile_one(w, block_at(w, block), panel, &shared);
     memcpy(row, x + (size_t)block * BLOCK_ROWS, count * sizeof *x);
     for (int v = 0; v < LANES / VL; v++)
         vf_store(row + v * VL, add_shared(sum.part[v], gate, shared.part[v], vf_load(row + v * VL)));
@@ -86,26 +86,28 @@ SHARED void kernel_moe_down(const cpu_call *call, uint32_t begin, uint32_t end, 
     const uint8_t *experts = w.data;
     const float *act = call->arg[moe_down_ACT], *weights = call->arg[moe_down_WEIGHTS], *logits = call->arg[moe_down_LOGITS];
     const int32_t *ids = call->arg[moe_down_IDS];
-    const size_t panel_bytes = panel_row_bytes(&w);
+    const size_t pitch = panel_bytes(&w, 1);
     int ready;
-    uint8_t *panels = cpu_prepared(worker, 0, p->active * panel_bytes + panel_row_bytes(&shared), &ready);
+    uint8_t *panels = cpu_prepared(worker, 0, p->active * pitch + panel_bytes(&shared, 1), &ready);
     if (!ready) {
-        for (uint32_t e = 0; e < p->active; e++) pack_one(&w, act + (size_t)e * p->k, panels + e * panel_bytes);
-        pack_one(&shared, call->arg[moe_down_SHARED], panels + p->active * panel_bytes);
+        for (uint32_t e = 0; e < p->active; e++) pack_one(&w, act + (size_t)e * p->k, panels + e * pitch);
+        pack_one(&shared, call->arg[moe_down_SHARED], panels + p->active * pitch);
     }
     const block_range blocks = blocks_of_groups(begin, end, p->rows_per_group, p->n);
+    tiles_begin();
     for (uint32_t first = blocks.begin; first < blocks.end; first += DOWN_BLOCKS) {
         const uint32_t count = blocks.end - first < DOWN_BLOCKS ? blocks.end - first : DOWN_BLOCKS;
         lanes sums[DOWN_BLOCKS];
         for (uint32_t b = 0; b < count; b++) sums[b] = lanes_set(0);
         for (uint32_t e = 0; e < p->active; e++) {
             w.data = experts + (size_t)ids[e] * padded_bytes(&w, p->n);
-            add_expert_blocks(&w, first, count, panels + e * panel_bytes, weights[e], sums);
+            add_expert_blocks(&w, first, count, panels + e * pitch, weights[e], sums);
         }
         for (uint32_t b = 0; b < count; b++)
-            add_shared_block(sums[b], sigmoid_one(logits[p->experts]), &shared, first + b, panels + p->active * panel_bytes,
+            add_shared_block(sums[b], sigmoid_one(logits[p->experts]), &shared, first + b, panels + p->active * pitch,
                 p->n, call->arg[moe_down_X]);
     }
+    tiles_end();
 }
 
 SHARED void kernel_moe_gemv(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
@@ -115,7 +117,7 @@ SHARED void kernel_moe_gemv(const cpu_call *call, uint32_t begin, uint32_t end, 
     const float *x = call->arg[moe_gemv_X];
     const int32_t *ids = call->arg[moe_gemv_IDS];
     float *y = call->arg[moe_gemv_Y];
-    void *panel = cpu_scratch(worker, panel_row_bytes(&out.w));
+    void *panel = cpu_scratch(worker, panel_bytes(&out.w, 1));
     const uint32_t width = call->grid[0];
     for (uint32_t g = begin, next; g < end; g = next) {
         const uint32_t column = g % width, e = g / width;
@@ -139,7 +141,8 @@ typedef struct {
 
 INLINE void expert_tile(const product *out, const expert_rows *r, uint32_t tag, uint32_t first, uint32_t rows,
     block_range blocks, cpu_worker *worker) {
-    const float **x = cpu_scratch(worker, 2 * rows * sizeof *x);
+    uint8_t *room = cpu_scratch(worker, sweep_room(out) + 2 * rows * sizeof(float *));
+    const float **x = (const float **)(room + sweep_room(out));
     float **y = (float **)(x + rows);
     for (uint32_t i = 0; i < rows; i++) {
         const size_t place = first + i, order = (uint32_t)r->order[place];
@@ -147,9 +150,9 @@ INLINE void expert_tile(const product *out, const expert_rows *r, uint32_t tag, 
         y[i] = r->y + (r->gather ? place : order) * out->n;
     }
     int ready;
-    const packed in = packed_at(cpu_prepared(worker, tag, rows * panel_row_bytes(&out->w), &ready), rows);
+    const packed in = packed_at(cpu_prepared(worker, tag, packed_bytes(&out->w, rows), &ready), rows);
     if (!ready) pack_rows(&out->w, x, &in);
-    sweep_rows(out, blocks.begin, blocks.end, &in, y);
+    sweep_rows(out, blocks.begin, blocks.end, &in, y, room);
 }
 
 // moe_gemm_gate_up and moe_gemm_down have the same parameters and the same places of arguments.

@@ -43,8 +43,7 @@ SHARED void norm_row(const float *x, const float *w, uint32_t n, float eps, floa
 SHARED void swiglu_row(const float *gate, const float *up, uint32_t n, float *y) {
     uint32_t i = 0;
     for (; i + VL <= n; i += VL) vf_store(y + i, vf_silu(vf_load(gate + i)) * vf_load(up + i));
-    if (i < n)
-        vf_store_part(y + i, n - i, vf_silu(vf_load_part(gate + i, n - i, 0)) * vf_load_part(up + i, n - i, 0));
+    if (i < n) vf_store_part(y + i, n - i, vf_silu(vf_load_part(gate + i, n - i, 0)) * vf_load_part(up + i, n - i, 0));
 }
 
 // y = x·sigmoid(gate): what attn_prefill and gemv_gated_residual both do to an attention head.

@@ -6,10 +6,14 @@
 
 #include "tile.h"
 
-// Weight blocks that stay in cache while the panels pass by.
+// Weight blocks that stay in cache while the panels pass by, and rows that are packed at a time.
+#if TILE_AMX
+#define SWEEP_BLOCKS 4
+#define SWEEP_ROWS 128
+#else
 #define SWEEP_BLOCKS 8
-// Rows that are packed at a time.
 #define SWEEP_ROWS 512
+#endif
 
 typedef enum {
     STORE,  // y = W·x
@@ -36,11 +40,20 @@ INLINE packed packed_at(void *memory, uint32_t rows) {
     return (packed){memory, rows, (rows + PANEL_ROWS - 1) / PANEL_ROWS};
 }
 
+INLINE size_t panel_pitch(const quantised *w, const packed *x) {
+    return panel_bytes(w, x->rows < PANEL_ROWS ? x->rows : PANEL_ROWS);
+}
+
+INLINE size_t packed_bytes(const quantised *w, uint32_t rows) {
+    const packed x = packed_at(NULL, rows);
+    return x.panels * panel_pitch(w, &x);
+}
+
 SHARED void pack_rows(const quantised *w, const float *const *x, const packed *to) {
-    const size_t row_bytes = panel_row_bytes(w);
+    const size_t pitch = panel_pitch(w, to);
     for (uint32_t i = 0; i < to->panels; i++) {
         const uint32_t first = panel_first(to, i), rows = panel_first(to, i + 1) - first;
-        pack_panel(w, x + first, rows, to->data + first * row_bytes);
+        pack_panel(w, x + first, rows, to->data + i * pitch);
     }
 }
 
@@ -66,49 +79,67 @@ INLINE void emit(const product *p, lanes value, lanes up, uint32_t block, float 
 
 // Outputs of blocks [begin, end) for one packed row.
 SHARED void sweep_row(const product *p, uint32_t begin, uint32_t end, const void *panel, float *y) {
-    const size_t stride = block_bytes(&p->w);
-    lanes out[2];
-    if (p->end == SWIGLU) {
-        const size_t up = blocks_of(p->n) * stride;
-        for (uint32_t b = begin; b < end; b++) {
-            tile_pair(&p->w, block_at(&p->w, b), up, panel, out);
-            emit(p, out[0], out[1], b, y);
+    const size_t stride = block_bytes(&p->w), up = blocks_of(p->n) * stride;
+    const uint32_t step = p->end == SWIGLU ? 1 : 2; // a pair is G and U, or two neighbours
+    tiles_begin();
+    for (uint32_t b = begin; b < end; b += step) {
+        lanes out[2];
+        if (b + step > end) {
+            tile_one(&p->w, block_at(&p->w, b), panel, out);
+            emit(p, out[0], out[0], b, y);
+            break;
         }
-        return;
+        tile_pair(&p->w, block_at(&p->w, b), step == 1 ? up : stride, panel, out);
+        emit(p, out[0], out[1], b, y);
+        if (step == 2) emit(p, out[1], out[1], b + 1, y);
     }
-    uint32_t b = begin;
-    for (; b + 2 <= end; b += 2) {
-        tile_pair(&p->w, block_at(&p->w, b), stride, panel, out);
-        emit(p, out[0], out[0], b, y);
-        emit(p, out[1], out[1], b + 1, y);
-    }
-    if (b < end) {
-        tile_rows(&p->w, block_at(&p->w, b), panel, 1, out);
-        emit(p, out[0], out[0], b, y);
-    }
+    tiles_end();
 }
 
-INLINE void sweep_block(const product *p, uint32_t block, const void *panel, uint32_t rows, float *const *y) {
+// Bytes that sweep_rows needs for opened blocks; a multiple of 64.
+INLINE size_t sweep_room(const product *p) { return SWEEP_BLOCKS * (p->end == SWIGLU ? 2 : 1) * open_bytes(&p->w); }
+
+INLINE void sweep_block(const product *p, uint32_t block, const uint8_t *opened, const void *panel, uint32_t rows,
+    float *const *y) {
     lanes out[PANEL_ROWS], up[PANEL_ROWS];
-    tile_rows(&p->w, block_at(&p->w, block), panel, rows, out);
-    if (p->end == SWIGLU) tile_rows(&p->w, block_at(&p->w, blocks_of(p->n) + block), panel, rows, up);
+    // Rows lie far apart, so nothing but this fetches the lines that will be written.
+    for (uint32_t m = 0; m < rows; m++) __builtin_prefetch(y[m] + (size_t)block * BLOCK_ROWS, 1);
+    tile_rows(&p->w, block_at(&p->w, block), opened, panel, rows, out);
+    if (p->end == SWIGLU)
+        tile_rows(&p->w, block_at(&p->w, blocks_of(p->n) + block), opened + open_bytes(&p->w), panel, rows, up);
     for (uint32_t m = 0; m < rows; m++) emit(p, out[m], p->end == SWIGLU ? up[m] : out[m], block, y[m]);
 }
 
+INLINE void open_blocks(const product *p, uint32_t begin, uint32_t end, uint8_t *room) {
+    const size_t bytes = open_bytes(&p->w);
+    if (!bytes) return;
+    for (uint32_t b = begin; b < end; b++) {
+        open_block(&p->w, block_at(&p->w, b), room);
+        room += bytes;
+        if (p->end != SWIGLU) continue;
+        open_block(&p->w, block_at(&p->w, blocks_of(p->n) + b), room);
+        room += bytes;
+    }
+}
+
 // Outputs of blocks [begin, end) for packed rows; y[m] is where row m's outputs begin.
-SHARED void sweep_rows(const product *p, uint32_t begin, uint32_t end, const packed *x, float *const *y) {
+SHARED void sweep_rows(const product *p, uint32_t begin, uint32_t end, const packed *x, float *const *y, uint8_t *room) {
     if (x->rows == 1) {
         sweep_row(p, begin, end, x->data, y[0]);
         return;
     }
-    const size_t row_bytes = panel_row_bytes(&p->w);
+    const size_t pitch = panel_pitch(&p->w, x), opened = sweep_room(p) / SWEEP_BLOCKS;
+    tiles_begin();
     for (uint32_t some = begin; some < end; some += SWEEP_BLOCKS) {
         const uint32_t stop = end - some < SWEEP_BLOCKS ? end : some + SWEEP_BLOCKS;
+        open_blocks(p, some, stop, room);
         for (uint32_t i = 0; i < x->panels; i++) {
             const uint32_t first = panel_first(x, i), rows = panel_first(x, i + 1) - first;
-            for (uint32_t b = some; b < stop; b++) sweep_block(p, b, x->data + first * row_bytes, rows, y + first);
+            for (uint32_t b = some; b < stop; b++)
+                sweep_block(p, b, room + (b - some) * opened, x->data + i * pitch, rows, y + first);
         }
     }
+    tiles_end();
 }
 
 // Blocks of `n` outputs that belong to groups [begin, end) of `per_group` outputs each.

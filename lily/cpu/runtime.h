@@ -48,6 +48,7 @@ typedef struct {
     const char *name;
     const cpu_entry *kernels;
     uint32_t needs; // MACHINE_* features
+    uint32_t worth; // features without which "auto" passes it over
 } cpu_isa;
 
 #define QUEUE_ENTRIES 4096

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From logits to the next token: argmax, sample_logits, sample_filter, sample_draw, top_logprobs, advance, score_rows.
+// From logits to the next token: argmax, sample_logits, sample_draw, top_logprobs, advance, score_rows; sample_filter is in
+// sample_filter.h.
 //
 // Ids >= Request.vocab are padding: never read, never drawn.  Every "best" is the greatest value, ties to the lower id;
 // where there is no candidate it is (-inf, NO_ID).  Not here: the head's projection (matmul.h), stop strings (host).
@@ -7,37 +8,9 @@
 #define LILY_CPU_SAMPLE_H
 
 #include "cpu.h"
+#include "sample_common.h"
+#include "sample_filter.h"
 #include "vec.h"
-
-#define NO_ID INT32_MAX
-
-INLINE float int_as_float(int32_t i) {
-    float f;
-    memcpy(&f, &i, sizeof f);
-    return f;
-}
-
-INLINE int32_t float_as_int(float f) {
-    int32_t i;
-    memcpy(&i, &f, sizeof i);
-    return i;
-}
-
-// Ids from <= id < to: group `group` of the sampler's grid.
-typedef struct {
-    uint32_t from, to;
-} id_range;
-
-INLINE id_range slice_of(uint32_t group, uint32_t slice, const Request *request) {
-    uint64_t vocab = (uint64_t)request->vocab, from = (uint64_t)group * slice, to = from + slice;
-    if (from > vocab) from = vocab;
-    return (id_range){(uint32_t)from, (uint32_t)(to < vocab ? to : vocab)};
-}
-
-// x[i] for VL ids from i on, `fill` from `to` on.
-INLINE vf load_ids(const float *x, uint32_t i, uint32_t to, float fill) {
-    return to - i >= VL ? vf_load(x + i) : vf_load_part(x + i, to - i, fill);
-}
 
 INLINE vi not_finite(vf x) { return ((vi)x & 0x7f800000) == 0x7f800000; }
 
@@ -126,8 +99,8 @@ INLINE double log_sum_exp(const float *stats, uint32_t groups, uint32_t pitch) {
 // ---- penalties ------------------------------------------------------------------------------------------------------
 
 // Each id of the slice that is among history[from..to) is penalised once; `seen` has a bit per id of the slice.
-INLINE void repetition_penalty(float *y, id_range ids, const int32_t *history, int64_t from, int64_t to, float penalty,
-    uint8_t *seen) {
+INLINE void repetition_penalty(
+    float *y, id_range ids, const int32_t *history, int64_t from, int64_t to, float penalty, uint8_t *seen) {
     memset(seen, 0, (ids.to - ids.from + 7) / 8);
     for (int64_t i = from; i < to; i++) {
         uint32_t id = (uint32_t)history[i], at = id - ids.from;
@@ -174,136 +147,6 @@ SHARED void kernel_sample_logits(const cpu_call *call, uint32_t begin, uint32_t 
     }
 }
 
-// ---- filters --------------------------------------------------------------------------------------------------------
-// All filters keep a prefix of the ids in order of (value descending, id ascending); the shortest one counts.  It ends
-// where either `ids` ids are kept or their mass reaches `mass`.  The end is found by a radix selection: first on the
-// distance from the greatest value, then digit by digit on the value's bits, each time within the bucket that holds it.
-
-#define DISTANCE_BUCKETS 2048
-#define DISTANCE_SCALE 64.0f // buckets per unit of log-probability
-#define DIGIT_BITS 11
-
-typedef struct {
-    const float *y;   // values
-    float *e;         // exp(y - max), of all ids
-    uint32_t *list;   // candidates, ascending
-    uint32_t count;
-    double mass;      // still to be kept
-    uint32_t ids;
-    uint32_t *tally;  // DISTANCE_BUCKETS of each
-    double *sum;
-} selection;
-
-// Descending order of values as ascending order of bits.
-INLINE uint32_t descending_key(float x) {
-    uint32_t u = (uint32_t)float_as_int(x);
-    return u >> 31 ? u : ~u & 0x7fffffff;
-}
-
-INLINE uint32_t distance_bucket(float distance) {
-    float b = distance * DISTANCE_SCALE;
-    return b < DISTANCE_BUCKETS - 1 ? (uint32_t)b : DISTANCE_BUCKETS - 1;
-}
-
-// The bucket in which the prefix ends; what lies before it is taken off the targets.
-INLINE uint32_t selection_walk(selection *s) {
-    uint32_t last = 0;
-    for (uint32_t b = 0; b < DISTANCE_BUCKETS; b++)
-        if (s->tally[b] > 0) last = b;
-    for (uint32_t b = 0; b < last; b++) {
-        if (s->tally[b] >= s->ids || s->sum[b] >= s->mass) return b;
-        s->ids -= s->tally[b], s->mass -= s->sum[b];
-    }
-    return last;
-}
-
-INLINE void selection_clear(selection *s) {
-    memset(s->tally, 0, DISTANCE_BUCKETS * sizeof *s->tally);
-    memset(s->sum, 0, DISTANCE_BUCKETS * sizeof *s->sum);
-}
-
-// Fills the list with the candidates of one bucket of distance from the maximum.
-INLINE void selection_by_distance(selection *s, uint32_t vocab, float top, float top_p) {
-    double total = 0;
-    selection_clear(s);
-    for (uint32_t i = 0; i < vocab; i += VL) {
-        vf x = load_ids(s->y, i, vocab, -INFINITY);
-        uint32_t n = vocab - i < VL ? vocab - i : VL;
-        vf e = vf_exp(x - top);
-        vf_store_part(s->e + i, n, e);
-        for (uint32_t j = 0; j < n; j++) {
-            uint32_t b = distance_bucket(top - s->y[i + j]);
-            s->tally[b]++;
-            s->sum[b] += s->e[i + j];
-        }
-    }
-    for (uint32_t b = 0; b < DISTANCE_BUCKETS; b++) total += s->sum[b];
-    if (top_p < 1) s->mass = (double)top_p * total;
-    uint32_t bucket = selection_walk(s);
-    s->count = 0;
-    for (uint32_t i = 0; i < vocab; i++) {
-        s->list[s->count] = i;
-        s->count += distance_bucket(top - s->y[i]) == bucket;
-    }
-}
-
-// Narrows the list down to one value of the digit at `shift`.
-INLINE void selection_by_digit(selection *s, int shift) {
-    const uint32_t mask = (1 << DIGIT_BITS) - 1;
-    selection_clear(s);
-    for (uint32_t i = 0; i < s->count; i++) {
-        uint32_t digit = descending_key(s->y[s->list[i]]) >> shift & mask;
-        s->tally[digit]++;
-        s->sum[digit] += s->e[s->list[i]];
-    }
-    uint32_t digit = selection_walk(s), count = 0;
-    for (uint32_t i = 0; i < s->count; i++) {
-        uint32_t id = s->list[i];
-        s->list[count] = id;
-        count += (descending_key(s->y[id]) >> shift & mask) == digit;
-    }
-    s->count = count;
-}
-
-// The end of the prefix: (value, id).
-INLINE void selection_end(selection *s, uint32_t vocab, float top, float top_p, float cut[2]) {
-    selection_by_distance(s, vocab, top, top_p);
-    for (int shift = 2 * DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) selection_by_digit(s, shift);
-    uint32_t i = 0;
-    for (; i + 1 < s->count; i++) {
-        if (s->ids <= 1 || s->mass <= s->e[s->list[i]]) break;
-        s->ids--, s->mass -= s->e[s->list[i]];
-    }
-    cut[0] = s->y[s->list[i]], cut[1] = int_as_float((int32_t)s->list[i]);
-}
-
-SHARED void kernel_sample_filter(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const sample_filter_params *p = call->params;
-    const Request *r = call->arg[sample_filter_REQUEST];
-    const float *y = call->arg[sample_filter_Y], *stats = call->arg[sample_filter_STATS];
-    const uint32_t vocab = (uint32_t)r->vocab < p->count ? (uint32_t)r->vocab : p->count;
-    const int limited = r->top_k > 0 && (uint32_t)r->top_k < vocab;
-    float *cut = call->arg[sample_filter_CUT], top = -INFINITY;
-    (void)begin, (void)end;
-    cut[0] = -INFINITY, cut[1] = int_as_float(NO_ID);
-    for (uint32_t i = 0; i < p->groups; i++) top = stats[4 * i + 2] > top ? stats[4 * i + 2] : top;
-    // Without a finite maximum there is nothing to choose from: `advance` reports it.
-    if (r->temperature == 0 || !(top - top == 0)) return;
-    if (r->top_p < 1 || limited) {
-        char *memory = cpu_scratch(worker, DISTANCE_BUCKETS * 12 + (size_t)vocab * 8);
-        selection s = {.y = y, .mass = INFINITY, .ids = limited ? (uint32_t)r->top_k : vocab};
-        s.sum = (double *)memory;
-        s.tally = (uint32_t *)(s.sum + DISTANCE_BUCKETS);
-        s.e = (float *)(s.tally + DISTANCE_BUCKETS);
-        s.list = (uint32_t *)(s.e + vocab);
-        selection_end(&s, vocab, top, r->top_p, cut);
-    }
-    if (r->min_p > 0) {
-        float least = (float)((double)top + log((double)r->min_p));
-        if (least > cut[0]) cut[0] = least, cut[1] = int_as_float(NO_ID);
-    }
-}
-
 // ---- draw -----------------------------------------------------------------------------------------------------------
 
 // Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
@@ -325,7 +168,8 @@ INLINE vf gumbel(vu word) {
     vu k = word >> 8;
     vf low = (__builtin_convertvector((vi)k, vf) + 0.5f) * unit;
     vf rest = (__builtin_convertvector((vi)(0xffffff - k), vf) + 0.5f) * unit;
-    vf log_u = vf_select((vi)(k >= 0x800000), vf_log1p(-vf_select((vi)(k >= 0x800000), rest, vf_set(0.5f))), vf_log(low));
+    vf log_u =
+        vf_select((vi)(k >= 0x800000), vf_log1p(-vf_select((vi)(k >= 0x800000), rest, vf_set(0.5f))), vf_log(low));
     return -vf_log(-log_u);
 }
 
@@ -398,7 +242,8 @@ INLINE int32_t chosen_token(const float *best, const int32_t *flags, uint32_t gr
     int32_t id = NO_ID, bad = 0;
     for (uint32_t i = 0; i < groups; i++) {
         bad |= flags[i];
-        if (better(best[2 * i], float_as_int(best[2 * i + 1]), value, id)) value = best[2 * i], id = float_as_int(best[2 * i + 1]);
+        if (better(best[2 * i], float_as_int(best[2 * i + 1]), value, id))
+            value = best[2 * i], id = float_as_int(best[2 * i + 1]);
     }
     return bad ? NO_ID : id;
 }
@@ -409,7 +254,8 @@ INLINE void fill_logprobs(Output *out, const cpu_call *call, const Request *r, i
     double total = log_sum_exp(call->arg[advance_STATS], groups, 4);
     out->logprob = (float)(logits[token] - total);
     out->top_count = r->top_logprobs < r->vocab ? r->top_logprobs : r->vocab;
-    for (int32_t i = 0; i < out->top_count; i++) out->top_ids[i] = ids[i], out->top_logprobs[i] = (float)(values[i] - total);
+    for (int32_t i = 0; i < out->top_count; i++)
+        out->top_ids[i] = ids[i], out->top_logprobs[i] = (float)(values[i] - total);
 }
 
 SHARED void kernel_advance(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {

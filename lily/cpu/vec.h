@@ -130,14 +130,20 @@ INLINE int vi_any(vi mask) {
 #endif
 }
 
-// The first n < VL elements, `fill` in the rest.
+// The first n <= VL elements, `fill` in the rest.
 INLINE vf vf_load_part(const float *p, uint32_t n, float fill) {
+    if (n == VL) return vf_load(p);
     vf v = vf_set(fill);
     memcpy(&v, p, n * sizeof *p);
     return v;
 }
 
-INLINE void vf_store_part(float *p, uint32_t n, vf v) { memcpy(p, &v, n * sizeof *p); }
+INLINE void vf_store_part(float *p, uint32_t n, vf v) {
+    if (n == VL)
+        vf_store(p, v);
+    else
+        memcpy(p, &v, n * sizeof *p);
+}
 
 INLINE float bf16_float(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
@@ -262,11 +268,11 @@ INLINE float silu_one(float x) { return vf_silu(vf_set(x))[0]; }
 INLINE void vu_transpose4(vu r[4]) {
 #if VL == 16
 #define ZIP(a, b, i, j) \
-    __builtin_shufflevector(a, b, i, 16 + i, j, 16 + j, 4 + i, 20 + i, 4 + j, 20 + j, 8 + i, 24 + i, 8 + j, 24 + j, 12 + i, \
-        28 + i, 12 + j, 28 + j)
+    __builtin_shufflevector(a, b, i, 16 + i, j, 16 + j, 4 + i, 20 + i, 4 + j, 20 + j, 8 + i, 24 + i, 8 + j, 24 + j, \
+        12 + i, 28 + i, 12 + j, 28 + j)
 #define PAIR(a, b, i, j) \
-    __builtin_shufflevector(a, b, i, j, 16 + i, 16 + j, 4 + i, 4 + j, 20 + i, 20 + j, 8 + i, 8 + j, 24 + i, 24 + j, 12 + i, \
-        12 + j, 28 + i, 28 + j)
+    __builtin_shufflevector(a, b, i, j, 16 + i, 16 + j, 4 + i, 4 + j, 20 + i, 20 + j, 8 + i, 8 + j, 24 + i, 24 + j, \
+        12 + i, 12 + j, 28 + i, 28 + j)
 #elif VL == 8
 #define ZIP(a, b, i, j) __builtin_shufflevector(a, b, i, 8 + i, j, 8 + j, 4 + i, 12 + i, 4 + j, 12 + j)
 #define PAIR(a, b, i, j) __builtin_shufflevector(a, b, i, j, 8 + i, 8 + j, 4 + i, 4 + j, 12 + i, 12 + j)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs single kernels of a device on numpy arrays, for the kernel tests.
+
+Every buffer is followed by a guard zone and read-only arguments must come back unchanged, so that a kernel that writes
+outside of its outputs fails whatever the test looks at.  Not handled: whole plans (tests of the engine).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from conftest import ROOT
+
+from lily.device import Buffer, Device, library_path
+from lily.errors import DeviceError
+from lily.kernels import KERNELS, STRUCTS
+from lily.plan.views import Dispatch, Plan, View
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+GUARD = 512  # bytes behind every buffer
+_GUARD_BYTE = 0xA5
+_KINDS = {"i32": np.int32, "u32": np.uint32, "f32": np.float32}
+
+
+def _struct_dtype(name: str) -> np.dtype[Any]:
+    fields: list[Any] = []
+    for line in STRUCTS[name]:
+        kind, field = line.split(" ", 1)
+        base, _, count = field.partition("[")
+        fields.append((base, _KINDS[kind], (int(count[:-1]),)) if count else (base, _KINDS[kind]))
+    return np.dtype(fields)
+
+
+STEP, REQUEST, OUTPUT = (_struct_dtype(name) for name in ("Step", "Request", "Output"))
+
+
+def step(position: int = 0, rows: int = 1, count: int = 0, stopped: int = 0) -> Array:
+    """One Step structure."""
+    return np.array([(position, rows, count, stopped)], STEP)
+
+
+def request(vocab: int, **fields: Any) -> Array:
+    """One Request structure, everything off unless named."""
+    out = np.zeros(1, REQUEST)
+    for name, value in {"top_p": 1, "repetition_penalty": 1, "vocab": vocab, **fields}.items():
+        out[name] = value
+    return out
+
+
+@cache
+def open_device(isa: str = "auto", threads: int = 2, name: str = "cpu") -> Device:
+    """The device, opened once a session; its library is built if it is missing.
+
+    The variable LILY_CPU_LIBRARY names another build of it, with a sanitizer for instance.
+    """
+    if name == "cpu" and os.environ.get("LILY_CPU_LIBRARY"):
+        return Device(name, library=Path(os.environ["LILY_CPU_LIBRARY"]), isa=isa, threads=threads)
+    try:
+        library_path(name)
+    except DeviceError:
+        subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, check=True)
+    return Device(name, isa=isa, threads=threads)
+
+
+@cache
+def isa_paths() -> list[str]:
+    """The instruction-set paths that this machine can run."""
+    return open_device().info["isas"].split(",")
+
+
+def fill(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
+    """An output before the kernel ran: NaN, or a large integer."""
+    return np.full(shape, np.nan if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max // 3, dtype)
+
+
+def run(
+    device: Device,
+    name: str,
+    args: Mapping[str, Array],
+    params: Mapping[str, int | float] | None = None,
+    constants: Mapping[str, int] | None = None,
+    grid: Sequence[int] = (1,),
+) -> dict[str, Array]:
+    """Runs kernel ``name`` once and returns its written arguments, by name, in the given shapes and dtypes.
+
+    Arguments that share one array share its memory.  AssertionError if the kernel wrote where it must not.
+    """
+    kernel = KERNELS[name]
+    params, constants = params or {}, constants or {}
+    assert set(args) == {a.name for a in kernel.args}, f"arguments of {name}: {[a.name for a in kernel.args]}"
+    assert set(params) == {p for p, _ in kernel.params}, f"parameters of {name}: {kernel.params}"
+    assert set(constants) == set(kernel.constants), f"constants of {name}: {kernel.constants}"
+    buffers: dict[str, Buffer] = {}
+    for array in args.values():
+        key = str(id(array))
+        if key not in buffers:
+            buffers[key] = buffer = device.buffer(array.nbytes + GUARD)
+            buffer.bytes[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+            buffer.bytes[array.nbytes :] = _GUARD_BYTE
+    try:
+        _dispatch(device, name, args, buffers, params, constants, grid)
+        return _results(name, args, buffers)
+    finally:
+        for buffer in buffers.values():
+            buffer.free()
+
+
+def _dispatch(
+    device: Device, name: str, args: Mapping[str, Array], buffers: Mapping[str, Buffer],
+    params: Mapping[str, int | float], constants: Mapping[str, int], grid: Sequence[int],
+) -> None:  # fmt: skip
+    kernel = KERNELS[name]
+    shape = (*grid, 1, 1)[:3]
+    views = tuple(View(str(id(args[a.name])), 0, args[a.name].nbytes) for a in kernel.args)
+    values = tuple(int(constants[c]) for c in kernel.constants), views, tuple(params[p] for p, _ in kernel.params)
+    dispatch = Dispatch(kernel, name, *values, (shape[0], shape[1], shape[2]), (1, 1, 1))
+    recorded = device.record(Plan(name, (replace(dispatch, barrier=True),), 0), buffers)
+    try:
+        assert device.wait(device.submit([recorded]), 120), f"{name} did not finish"
+    finally:
+        recorded.free()
+
+
+def _results(name: str, args: Mapping[str, Array], buffers: Mapping[str, Buffer]) -> dict[str, Array]:
+    kernel, out = KERNELS[name], {}
+    written = {id(args[a.name]) for a in kernel.args if a.writes}
+    for a in kernel.args:
+        array, contents = args[a.name], buffers[str(id(args[a.name]))].bytes
+        assert (contents[array.nbytes :] == _GUARD_BYTE).all(), f"{name} wrote beyond the end of {a.name}"
+        after = contents[: array.nbytes].copy().view(array.dtype).reshape(array.shape)
+        if a.writes:
+            out[a.name] = after
+        elif id(array) not in written:
+            assert after.tobytes() == array.tobytes(), f"{name} changed {a.name}, which it may only read"
+    return out
+
+
+# ---- bf16 -----------------------------------------------------------------------------------------------------------
+
+
+def to_bf16(x: Array) -> Array:
+    """float32 to bf16 bits, to nearest even."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(h: Array) -> Array:
+    """bf16 bits to float32."""
+    return (h.astype(np.uint32) << 16).view(np.float32)
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Whether two arrays hold the same bytes: -0 differs from 0, and equal NaNs are equal."""
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
