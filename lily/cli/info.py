@@ -19,7 +19,7 @@ from lily.errors import LilyError
 if TYPE_CHECKING:
     from lily.checkpoint import Checkpoint
 
-_PACKAGES = ("numpy", "safetensors", "tokenizers", "click", "jinja2", "huggingface_hub")
+_PACKAGES = ("numpy", "tokenizers", "click", "jinja2", "huggingface_hub")
 
 
 @click.command()

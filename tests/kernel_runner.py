@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs single kernels of a device on numpy arrays, and makes quantised matrices for them.
+
+Not handled: whole plans (lily.plan), device time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lily.device import Device
+from lily.kernels import KERNELS
+from lily.plan.views import Dispatch, Plan, View
+
+Array = Any
+
+
+@dataclass
+class Call:
+    """One dispatch: arrays by argument name; arguments that the kernel writes are given with their shape's contents."""
+
+    kernel: str
+    arrays: dict[str, Array]
+    params: dict[str, float]
+    constants: dict[str, int]
+    grid: tuple[int, ...]
+    barrier: bool = True
+
+
+def run(device: Device, *calls: Call, poison: int | None = 0xFF) -> list[dict[str, Array]]:
+    """Runs the calls as one list; returns for each the arrays that its kernel may have written.
+
+    Equal array objects are one buffer.  Buffers of arguments that are written and never read are filled with ``poison``
+    first, so that what a kernel did not write shows (0xFF makes NaN).
+    """
+    buffers: dict[str, Any] = {}
+    names: dict[int, str] = {}
+    dispatches = []
+    for call in calls:
+        table = KERNELS[call.kernel]
+        assert set(call.arrays) == {a.name for a in table.args}, call.kernel
+        views = []
+        for a in table.args:
+            array = call.arrays[a.name]
+            name = names.setdefault(id(array), f"b{len(names)}")
+            if name not in buffers:
+                buffers[name] = device.buffer(array.nbytes)
+                buffers[name].bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                if a.access == "w" and poison is not None:
+                    buffers[name].bytes[:] = poison
+            views.append(View(name, 0, array.nbytes))
+        dispatches.append(
+            Dispatch(
+                kernel=table,
+                label=call.kernel,
+                constants=tuple(call.constants[c] for c in table.constants),
+                views=tuple(views),
+                params=tuple(call.params[p] for p, _ in table.params),
+                grid=(*call.grid, 1, 1)[:3],  # type: ignore[arg-type]
+                threads=(1, 1, 1),
+                barrier=call.barrier,
+            )
+        )
+    recorded = device.record(Plan("test", tuple(dispatches), 0), buffers)
+    assert device.wait(device.submit([recorded]), timeout=60)
+    results = []
+    for call in calls:
+        outputs = {}
+        for a in KERNELS[call.kernel].args:
+            if a.writes:
+                array = call.arrays[a.name]
+                outputs[a.name] = buffers[names[id(array)]].array(array.dtype).reshape(array.shape).copy()
+        results.append(outputs)
+    recorded.free()
+    for buffer in buffers.values():
+        buffer.free()
+    return results
+
+
+# ---- quantised matrices ---------------------------------------------------------------------------------------------
+
+
+def bf16(x: Array) -> Array:
+    """Bits of the nearest bfloat16."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def round_bf16(x: Array) -> Array:
+    return from_bf16(bf16(x)).reshape(np.shape(x))
+
+
+@dataclass
+class Quantised:
+    """A random matrix [n, k] as its unsigned values, bf16 scales and biases."""
+
+    values: Array  # [n, k] integers
+    scales: Array  # [n, k/group] bits
+    biases: Array
+    bits: int
+    group: int
+
+    @property
+    def dense(self) -> Array:
+        """float64 weights."""
+        n, k = self.values.shape
+        q = self.values.reshape(n, k // self.group, self.group).astype(np.float64)
+        return (q * from_bf16(self.scales)[..., None] + from_bf16(self.biases)[..., None]).reshape(n, k)
+
+    @property
+    def words(self) -> Array:
+        """uint32 [n, k·bits/32], lowest bits first."""
+        per = 32 // self.bits
+        n, k = self.values.shape
+        parts = self.values.reshape(n, k // per, per).astype(np.uint32) << (np.arange(per, dtype=np.uint32) * self.bits)
+        return np.bitwise_or.reduce(parts, axis=2)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"bits": self.bits, "group": self.group}
+
+
+def random_quantised(rng: np.random.Generator, n: int, k: int, bits: int, group: int) -> Quantised:
+    values = rng.integers(0, 1 << bits, (n, k))
+    scales = rng.normal(size=(n, k // group)) / (np.sqrt(k) * (1 << bits) / 4)
+    biases = -scales * (1 << bits) / 2 + rng.normal(size=scales.shape) / np.sqrt(k) / 4
+    return Quantised(values, bf16(scales), bf16(biases), bits, group)
+
+
+def rows16(*matrices: Quantised) -> Array:
+    """Bytes of the rows16 layout, written element by element from its definition; matrices follow each other."""
+    out = bytearray()
+    for m in matrices:
+        n, k = m.values.shape
+        per_group = m.group * m.bits // 32
+        words = np.zeros((-(-n // 16) * 16, k * m.bits // 32), np.uint32)
+        scales, biases = (np.zeros((len(words), k // m.group), np.uint16) for _ in range(2))
+        words[:n], scales[:n], biases[:n] = m.words, m.scales, m.biases
+        for block in range(0, len(words), 16):
+            rows = slice(block, block + 16)
+            for g in range(k // m.group):
+                for j in range(per_group):
+                    out += words[rows, g * per_group + j].tobytes()
+                out += scales[rows, g].tobytes() + biases[rows, g].tobytes()
+    return np.frombuffer(bytes(out), np.uint8).copy()
+
+
+def qrows(m: Quantised) -> Array:
+    """Bytes of the row-major layout: words, scales, biases, each at a multiple of 256 bytes."""
+    out = bytearray()
+    for section in (m.words, m.scales, m.biases):
+        out += section.tobytes()
+        out += bytes(-len(out) % 256)
+    return np.frombuffer(bytes(out), np.uint8).copy()
