@@ -41,9 +41,7 @@ ISA_FLAGS = {
     "isa_avx2": (X86, AVX2),
     "isa_avx512": (X86, AVX512),
     "isa_avx512bf16": (X86, [*AVX512, "-mavx512bf16"]),
-    "isa_avx512vnni": (X86, [*AVX512, "-mavx512vnni"]),
     "isa_amx": (X86, [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]),
-    "isa_amx": (X86, [*AVX512, *"-mavx512bf16 -mamx-tile -mamx-bf16".split()]),
     "isa_neon": (ARM, []),
 }
 

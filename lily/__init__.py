@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from lily._version import __version__
 
 if TYPE_CHECKING:
-    from lily.engine import Completion, Engine, Score, StreamChunk, Timings, TokenLogprob
+    from lily.engine import Engine, Score
     from lily.errors import CheckpointError, ContextLengthError, DeviceError, InvalidRequestError, LilyError
     from lily.sampling import SamplingParams
     from lily.session import Session
+    from lily.streaming import Completion, Stream, StreamChunk, Timings, TokenLogprob
 
 __all__ = [
     "CheckpointError",
@@ -28,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "Session",
+    "Stream",
     "StreamChunk",
     "Timings",
     "TokenLogprob",
@@ -36,10 +38,11 @@ __all__ = [
 
 # Loaded on first use: the command line answers --help and --version, and plans, without numpy, tokenizer and device.
 _HOMES = {
-    "lily.engine": ("Completion", "Engine", "Score", "StreamChunk", "Timings", "TokenLogprob"),
+    "lily.engine": ("Engine", "Score"),
     "lily.errors": ("CheckpointError", "ContextLengthError", "DeviceError", "InvalidRequestError", "LilyError"),
     "lily.sampling": ("SamplingParams",),
     "lily.session": ("Session",),
+    "lily.streaming": ("Completion", "Stream", "StreamChunk", "Timings", "TokenLogprob"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -36,6 +36,10 @@ def cut(tokens: Sequence[int], start: int, policy: Policy, message_start: int | 
     edges = grid | (keep if policy.rows_invariant else set(starts)) | {n}
     if grid:
         keep.add(max(grid))
+    if policy.rows_invariant and not starts and n > 1:
+        # Without messages to cut at, the same prompt again, or a longer one, finds all but the last token done.
+        keep.add(n - 1)
+        edges.add(n - 1)
     at = start
     for edge in sorted(e for e in edges if e > start):
         yield Chunk(at, edge, edge in keep)

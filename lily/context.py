@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from lily.config import ModelConfig
 from lily.errors import DeviceError, InvalidRequestError
-from lily.plan import Builder, prefill_plan
+from lily.plan import Builder, decode_plan, prefill_plan
 from lily.plan.memory import MemorySum, memory_sum
 from lily.policy import Policy
 from lily.weights_map import WeightsMap
@@ -21,8 +21,7 @@ def plan_context(
 
     Raises InvalidRequestError beyond the model's limit, and DeviceError with the sum if it cannot fit.
     """
-    builder = Builder(config, policy, rows=policy.buckets[-1], capacity=policy.kv_step, weights=weights)
-    scratch = prefill_plan(builder).scratch_bytes
+    scratch = largest_scratch(config, policy, weights, max_context or config.max_position_embeddings)
 
     def needed(tokens: int) -> MemorySum:
         return memory_sum(config, policy, weights, capacity=tokens, scratch=scratch, snapshots=SNAPSHOTS)
@@ -42,6 +41,17 @@ def plan_context(
         )
     tokens = max_context or min(limit, fits)
     return tokens, needed(tokens)
+
+
+def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, capacity: int) -> int:
+    """Scratch bytes of the plan that needs most: a full chunk, the scoring of one, or decode at full capacity."""
+
+    def builder(rows: int) -> Builder:
+        return Builder(config, policy, rows=rows, capacity=capacity, weights=weights)
+
+    rows = policy.buckets[-1]
+    plans = decode_plan(builder(1)), prefill_plan(builder(rows)), prefill_plan(builder(rows), score_top=0)
+    return max(plan.scratch_bytes for plan in plans)
 
 
 def _gb(n: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from lily.errors import DeviceError, InvalidRequestError
+from lily.errors import DeviceError
 from lily.kernels import Kernel
 from lily.plan.views import Plan
 
@@ -109,8 +109,8 @@ class Buffer:
     def free(self) -> None:
         """Gives the memory back; nothing submitted may still use it."""
         if self.handle:
-            self.device.lib.lily_buffer_free(self.handle)
-            self.handle = 0
+            handle, self.handle, self.nbytes = self.handle, 0, 0
+            self.device.lib.lily_buffer_free(handle)
             self.bytes = np.empty(0, np.uint8)
 
 
@@ -124,8 +124,8 @@ class CommandList:
     def free(self) -> None:
         """Gives the list back; none of its submissions may be unfinished."""
         if self.handle:
-            self.device.lib.lily_list_free(self.handle)
-            self.handle = 0
+            handle, self.handle = self.handle, 0
+            self.device.lib.lily_list_free(handle)
 
 
 class Device:
@@ -150,8 +150,8 @@ class Device:
     def close(self) -> None:
         """Waits for everything submitted and closes; repeated calls do nothing."""
         if self.handle:
-            self.lib.lily_close(self.handle)
-            self.handle = 0
+            handle, self.handle = self.handle, 0
+            self.lib.lily_close(handle)
 
     def _new(self, function: str, *arguments: Any) -> int:
         """Handle of a new object from a function whose last argument receives it."""
@@ -164,15 +164,16 @@ class Device:
             return
         text = self.lib.lily_error(self.handle)
         message = text.decode("utf-8", "replace") if text else f"error {code}"
-        raise (InvalidRequestError if code == EINVAL else DeviceError)(f"{self.name} device: {message}")
+        raise DeviceError(f"{self.name} device: {message}")
 
     @property
-    def info(self) -> dict[str, str]:
-        """What the library says about itself: name, isa, threads …"""
+    def info(self) -> dict[str, str | int]:
+        """What the library says about itself: name, isa, threads, bytes of memory …"""
         out = ctypes.create_string_buffer(4096)
         self._check(self.lib.lily_info(self.handle, out, len(out)))
         lines = out.value.decode("utf-8", "replace").splitlines()
-        return dict(line.split("=", 1) for line in lines if "=" in line)
+        pairs = (line.split("=", 1) for line in lines if "=" in line)
+        return {key: int(value) if value.isdigit() else value for key, value in pairs}
 
     def buffer(self, nbytes: int) -> Buffer:
         """New zero-filled shared memory."""
@@ -191,16 +192,20 @@ class Device:
                 have = buffers[name].nbytes if name in buffers else 0
                 raise DeviceError(f"plan {plan.name} needs {size} bytes in buffer {name!r}, bound are {have}")
         out = CommandList(self, plan.name)
-        for d in plan.dispatches:
-            args = (_Arg * len(d.views))(*(_Arg(buffers[v.buffer].handle, v.offset) for v in d.views))
-            params = pack_params(d.kernel, d.params)
-            self._check(
-                self.lib.lily_list_dispatch(
-                    out.handle, self.kernel(d.kernel, d.constants), args, len(d.views), params, len(params),
-                    _U32x3(*d.grid), _U32x3(*d.threads), d.barrier,
-                )
-            )  # fmt: skip
-        self._check(self.lib.lily_list_end(out.handle))
+        try:
+            for d in plan.dispatches:
+                args = (_Arg * len(d.views))(*(_Arg(buffers[v.buffer].handle, v.offset) for v in d.views))
+                params = pack_params(d.kernel, d.params)
+                self._check(
+                    self.lib.lily_list_dispatch(
+                        out.handle, self.kernel(d.kernel, d.constants), args, len(d.views), params, len(params),
+                        _U32x3(*d.grid), _U32x3(*d.threads), d.barrier,
+                    )
+                )  # fmt: skip
+            self._check(self.lib.lily_list_end(out.handle))
+        except BaseException:
+            out.free()
+            raise
         return out
 
     def submit(self, lists: Iterable[CommandList]) -> int:

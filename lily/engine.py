@@ -6,11 +6,14 @@ One engine runs one request at a time; calls from any thread queue.  Not handled
 
 from __future__ import annotations
 
+import operator
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -19,16 +22,27 @@ import numpy as np
 from lily.chat import ChatTemplate
 from lily.checkpoint import Checkpoint
 from lily.chunks import cut
+from lily.config import ModelConfig
 from lily.context import SNAPSHOTS, plan_context
 from lily.detokenizer import Detokenizer
-from lily.device import Device, choose_device
-from lily.errors import DeviceError, InvalidRequestError, LilyError
+from lily.device import Buffer, Device, choose_device
+from lily.errors import CheckpointError, DeviceError, InvalidRequestError, LilyError
 from lily.host_memory import available_bytes
 from lily.policy import policy_for
 from lily.resolve import resolve_model
 from lily.runner import Runner, Token
-from lily.sampling import SamplingParams, checkpoint_defaults, make_params
+from lily.sampling import SamplingParams, check_ids, checkpoint_defaults, make_params
 from lily.stops import StopMatcher
+from lily.streaming import (
+    Completion,
+    Control,
+    FinishReason,
+    Pieces,
+    Stream,
+    StreamChunk,
+    Timings,
+    TokenLogprob,
+)
 from lily.tokenizer import Tokenizer
 from lily.weights import load_weights
 from lily.weights_map import map_weights
@@ -37,55 +51,10 @@ if TYPE_CHECKING:
     from lily.session import Session
 
 MESSAGE_START = "<|im_start|>"
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Natural-log probability of a generated token under the raw logits, and of the likeliest tokens in its place."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Wall-clock seconds of a request. The first token counts to the prompt, as it comes out of its last chunk."""
-
-    prompt_seconds: float
-    generation_seconds: float
-    prompt_tokens_per_second: float
-    """Of the tokens that were really run, without the cached ones."""
-    generation_tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished reply. ``completion_tokens`` counts every sampled token, a final stop id included."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    logprobs: list[TokenLogprob] | None
-    timings: Timings
-
-
-@dataclass(frozen=True)
-class StreamChunk:
-    """A piece of a reply as it arrives: text may be empty (inside a character or a possible stop string).
-
-    The last chunk has ``finish_reason`` and ``completion``; all texts joined are ``completion.text``.
-    """
-
-    text: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
-    completion: Completion | None = None
+MAX_SCORE_TOP = 1024
+MAX_THREADS = 256
+HEAD_MULTIPLE = 16  # kernels take heads in whole vectors
+MAX_TAPS = 8  # of the convolution, GDN_MAX_TAPS in lily/cpu/gdn.h
 
 
 @dataclass(frozen=True)
@@ -109,27 +78,36 @@ class Engine:
 
     def __init__(
         self, model: str | Path | None = None, *, device: str = "auto", max_context: int | None = None,
-        threads: int | None = None, ablate: Sequence[str] = (), progress: Callable[[int, int], None] | None = None,
+        threads: int | None = None, ablate: Sequence[str] | str = (), progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
-        self._lock, self._owner = threading.Lock(), 0
-        self._closed = False
+        self._lock = threading.Lock()
+        self._active: Control | None = None  # of the reply that holds the lock
+        self._closed = True  # until everything is there
+        self._broken = False
+        _check_options(max_context, threads)
         name = choose_device(device)
-        self._policy = policy_for(name, tuple(ablate))
+        self._policy = policy_for(name, ablate.split(",") if isinstance(ablate, str) else tuple(ablate))
         self.model = resolve_model(None if model is None else str(model))
         with Checkpoint.open(self.model.path) as checkpoint:
             config = checkpoint.config
+            _check_shapes(config)
             self.config = config
             self.tokenizer = Tokenizer.from_dir(self.model.path, config.vocab_size)
             self.chat_template = ChatTemplate.from_dir(self.model.path)
             self._defaults = checkpoint_defaults(checkpoint.generation_config)
-            self._stop_ids = tuple(dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids)))
+            own_stops = dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids))
+            # An id beyond the tokenizer's is a padding row, which is never drawn.
+            self._stop_ids = tuple(id for id in own_stops if id < self.tokenizer.num_tokens)
             weights = map_weights(config, self._policy)
             self.max_context, self.memory = plan_context(
                 config, self._policy, weights, room=available_bytes(), max_context=max_context, name=self.model.name
             )
             self._device = Device(name, threads=threads) if name == "cpu" else Device(name)
+            buffers: dict[str, Buffer] = {}
             try:
-                buffers = {key: self._device.buffer(size) for key, size in weights.buffers.items()}
+                self._device_info = self._device.info
+                for key, size in weights.buffers.items():
+                    buffers[key] = self._device.buffer(size)
                 done = 0
 
                 def report(n: int) -> None:
@@ -144,9 +122,12 @@ class Engine:
                     vocab=min(self.tokenizer.num_tokens, config.vocab_size), snapshots=SNAPSHOTS,
                 )  # fmt: skip
             except BaseException:
+                for buffer in buffers.values():
+                    buffer.free()
                 self._device.close()
                 raise
         self._message_start = self.tokenizer.id_of(MESSAGE_START)
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -154,14 +135,24 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self.close()
+
     def close(self) -> None:
-        """Ends the engine and gives its memory back; repeated calls do nothing."""
-        if self._closed:
-            return
+        """Ends the engine and gives its memory back; repeated calls do nothing.
+
+        A reply that this thread has not read to its end is cancelled; those of other threads are waited for.
+        """
+        active = self._active
+        own = active.stream() if active and active.stream and active.waits_for_this_thread else None
+        if own is not None:
+            own.close()
         with self._exclusive():
-            self._closed = True
-            self._runner.close()
-            self._device.close()
+            if not self._closed:
+                self._closed = True
+                self._runner.close()
+                self._device.close()
 
     @property
     def info(self) -> dict[str, Any]:
@@ -176,7 +167,7 @@ class Engine:
             "experts": c.num_experts,
             "experts_per_token": c.experts_per_token,
             "vocab_size": c.vocab_size,
-            "device": {"name": self._policy.device, **self._device.info},
+            "device": {"name": self._policy.device, **self._device_info},
             "max_context": self.max_context,
             "memory": {**asdict(self.memory), "total": self.memory.total},
             "sampling_defaults": dict(self._defaults),
@@ -187,17 +178,27 @@ class Engine:
     # ---- text
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
         """Continues ``prompt`` (text, taken as it is, or token ids); ``sampling`` as in SamplingParams."""
-        for chunk in self.stream(prompt, **sampling):
-            if chunk.completion is not None:
-                return chunk.completion
+        with self.stream(prompt, **sampling) as chunks:
+            for chunk in chunks:
+                if chunk.completion is not None:
+                    return chunk.completion
         raise LilyError("the stream ended without a result")
 
-    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> Iterator[StreamChunk]:
-        """As ``generate``, in pieces. Closing the iterator cancels within one token."""
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
+        """As ``generate``, in pieces. Closing the stream cancels within one token, or one chunk of the prompt.
+
+        The request is checked at once; it runs when the first piece is asked for.
+        """
+        return Stream(self.request(prompt, sampling))
+
+    def request(self, prompt: str | Sequence[int], sampling: Mapping[str, Any]) -> Callable[[Control], Pieces]:
+        """A checked request, to be run as a stream's chunks."""
+        self._check_open()
         tokens = self._prompt_tokens(prompt)
         params = make_params(self._defaults, sampling).with_seed()
         stops = self._stop_token_ids(params)
-        return self._run(tokens, params, stops)
+        check_ids(params, stops, self.tokenizer.num_tokens)
+        return partial(self._run, tokens, params, stops)
 
     @overload
     def chat(
@@ -209,12 +210,12 @@ class Engine:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None, stream: Literal[True], **sampling: Any,
-    ) -> Iterator[StreamChunk]: ...  # fmt: skip
+    ) -> Stream: ...  # fmt: skip
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None, stream: bool = False, **sampling: Any,
-    ) -> Completion | Iterator[StreamChunk]:  # fmt: skip
+    ) -> Completion | Stream:  # fmt: skip
         """The assistant's reply to OpenAI-style ``messages``, rendered with the checkpoint's chat template."""
         tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
         return self.stream(tokens, **sampling) if stream else self.generate(tokens, **sampling)
@@ -242,16 +243,19 @@ class Engine:
         ids = self._check_ids(tokens)
         if len(ids) < 2:
             raise InvalidRequestError(f"score needs at least 2 tokens, got {len(ids)}")
-        if not 0 <= top_k <= min(1024, self.tokenizer.num_tokens):
-            raise InvalidRequestError(f"top_k is {top_k}; allowed are 0 to 1024")
-        with self._exclusive():
-            self._runner.check_context(len(ids) - 1, "text to score")
-            self._runner.reset()
-            parts = []
-            for chunk in cut(ids[:-1], 0, self._policy, self._message_start):
-                parts.append(
-                    self._runner.score(ids[chunk.start : chunk.end], ids[chunk.start + 1 : chunk.end + 1], top_k)
-                )
+        known = self.tokenizer.num_tokens
+        if type(top_k) is not int or not 0 <= top_k <= min(MAX_SCORE_TOP, known):
+            raise InvalidRequestError(f"top_k is {top_k!r}; allowed are 0 to {min(MAX_SCORE_TOP, known)}")
+        if max(ids[1:]) >= known:
+            raise InvalidRequestError(f"token id {max(ids[1:])} is a padding row, never drawn: it has no probability")
+        with self._sequence() as runner:
+            runner.check_context(len(ids) - 1, "text to score")
+            runner.reset()
+            runner.reserve(len(ids) - 1)
+            parts = [
+                runner.score(ids[chunk.start : chunk.end], ids[chunk.start + 1 : chunk.end + 1], top_k)
+                for chunk in cut(ids[:-1], 0, self._policy, self._message_start)
+            ]
         logprobs, top_ids, values, flags = (np.concatenate(x) for x in zip(*parts, strict=True))
         if flags.any():
             raise DeviceError(f"the logits at position {int(flags.argmax())} are not finite: the weights are damaged")
@@ -266,57 +270,94 @@ class Engine:
         return tokens
 
     def _check_ids(self, ids: Sequence[int]) -> list[int]:
-        array = np.asarray(list(ids))
-        if array.size and not np.issubdtype(array.dtype, np.integer):
-            raise InvalidRequestError("a prompt is text or a list of token ids (whole numbers)")
-        bad = array[(array < 0) | (array >= self.config.vocab_size)] if array.size else array
-        if bad.size:
-            last = self.config.vocab_size - 1
-            raise InvalidRequestError(f"token id {bad[0]} is outside of the vocabulary (0 to {last})")
-        return [int(i) for i in array]
+        try:
+            if isinstance(ids, (str, bytes, bytearray, Mapping)) or any(isinstance(i, bool) for i in ids):
+                raise TypeError
+            tokens = [operator.index(i) for i in ids]
+        except TypeError:
+            raise InvalidRequestError("a prompt is text or a list of token ids (whole numbers)") from None
+        limit = self.config.vocab_size
+        bad = next((i for i in tokens if not 0 <= i < limit), None)
+        if bad is not None:
+            raise InvalidRequestError(f"token id {bad} is outside of the vocabulary (0 to {limit - 1})")
+        return tokens
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self._stop_ids
         return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError("the engine is closed")
+
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        me = threading.get_ident()
-        if self._owner == me:
+    def _exclusive(self, control: Control | None = None) -> Iterator[None]:
+        """The engine for one request: others wait. A thread that waits for its own unfinished stream is told so."""
+        active = self._active
+        if active is not None and self._lock.locked() and active.waits_for_this_thread:
             raise InvalidRequestError(
                 "this thread has an unfinished stream of the same engine; read it to its end or close it first"
             )
         with self._lock:
-            if self._closed:
-                raise InvalidRequestError("the engine is closed")
-            self._owner = me
             try:
+                self._active = control
                 yield
             finally:
-                self._owner = 0
+                self._active = None
 
-    def _run(self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...]) -> Iterator[StreamChunk]:
-        with self._exclusive():
+    @contextmanager
+    def _sequence(self, control: Control | None = None) -> Iterator[Runner]:
+        """The runner, for one request. After what broke in at an unknown place (Ctrl-C) the next starts from zero."""
+        with self._exclusive(control):
+            self._check_open()
+            if self._broken:
+                self._runner.abandon()
+            self._broken = True
+            try:
+                yield self._runner
+            except (LilyError, GeneratorExit):
+                self._broken = False
+                raise
+            self._broken = False
+
+    def _run(self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], control: Control) -> Pieces:
+        cancelled = control.cancelled.is_set
+        with self._sequence(control) as runner:
             began = time.perf_counter()
-            runner = self._runner
             cached = runner.resume(tokens)
+            runner.reserve(len(tokens) + 1)
             limit = min(params.max_tokens, self.max_context - len(tokens))
             *chunks, last = cut(tokens, cached, self._policy, self._message_start)
             for chunk in chunks:
                 runner.prefill(tokens[chunk.start : chunk.end])
                 if chunk.keep:
                     runner.snapshot()
+                if cancelled():
+                    return
             reply = _Reply(self, tokens, cached, params, stop_ids, began)
             try:
                 runner.start(tokens[last.start : last.end], params, stop_ids, limit)
-                while not reply.finished and (token := runner.next()) is not None:
-                    yield from reply.push(token, last=len(reply.token_ids) + 1 == limit)
+                while (token := runner.next()) is not None and not cancelled():
+                    piece = reply.push(token, last=len(reply.token_ids) + 1 == limit)
+                    if piece.completion is not None:
+                        break
+                    yield piece
+                else:
+                    return
             finally:
                 runner.stop()
+        yield piece  # the engine is free before the last piece is read
 
     def skip_ids(self) -> frozenset[int]:
         """Ids without visible text: control tokens, and those that end a reply."""
         return frozenset(self.tokenizer.special_ids) | frozenset(self._stop_ids)
+
+
+def _check_options(max_context: object, threads: object) -> None:
+    if max_context is not None and type(max_context) is not int:
+        raise InvalidRequestError(f"max_context is {max_context!r}; allowed: a whole number of tokens")
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
+        raise InvalidRequestError(f"threads is {threads!r}; allowed: a whole number from 1 to {MAX_THREADS}")
 
 
 class _Reply:
@@ -332,11 +373,10 @@ class _Reply:
         self.token_ids: list[int] = []
         self.text: list[str] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
-        self.finished = False
         self.first_token = 0.0
 
-    def push(self, token: Token, *, last: bool) -> Iterator[StreamChunk]:
-        """Takes one token; yields what may be shown, and the end."""
+    def push(self, token: Token, *, last: bool) -> StreamChunk:
+        """Takes one token; returns what may be shown, and the end."""
         if not self.token_ids:
             self.first_token = time.perf_counter()
         self.token_ids.append(token.id)
@@ -352,8 +392,7 @@ class _Reply:
             if self.matcher.stopped:
                 reason = "stop"
         self.text.append(text)
-        self.finished = reason is not None
-        yield StreamChunk(text, [token.id], logprob, reason, self._completion(reason) if reason else None)
+        return StreamChunk(text, [token.id], logprob, reason, self._completion(reason) if reason else None)
 
     def _completion(self, reason: FinishReason) -> Completion:
         now = time.perf_counter()
@@ -365,4 +404,16 @@ class _Reply:
         )  # fmt: skip
         return Completion(
             "".join(self.text), self.token_ids, reason, self.prompt, n, self.cached, self.logprobs, timings
+        )
+
+
+def _check_shapes(config: ModelConfig) -> None:
+    """CheckpointError for a model of the family that the kernels cannot run."""
+    for name in ("head_dim", "linear_key_head_dim", "linear_value_head_dim"):
+        size = getattr(config, name)
+        if size % HEAD_MULTIPLE:
+            raise CheckpointError(f"{config.source}: {name} is {size}, Lily runs multiples of {HEAD_MULTIPLE}")
+    if config.conv_kernel > MAX_TAPS:
+        raise CheckpointError(
+            f"{config.source}: linear_conv_kernel_dim is {config.conv_kernel}, Lily runs up to {MAX_TAPS}"
         )

@@ -425,12 +425,13 @@ _t.add(
     "x:r:act[k] w:r:q[n,k] y:w:act[n]",
     "n:u32 k:u32 rows_per_group:u32",
     "bits group",
-    replaces="norm-fusion",
+    replaces="combine-fusion",
 )
 _t.add(
     "moe_gemv",
-    """y[e] = W_i·x[e] (x shared by all e when `broadcast`), i = ids[e]; one of gate, up, down alone: rows first..first+n of
-    an expert's `stride` stored rows, both multiples of the row block. Grid: [blocks of rows_per_group, A].""",
+    """y[e] = W_i·x[e] (x shared by all e when `broadcast`), i = ids[e]; one of gate, up, down alone: rows
+    first..first+n of an expert's `stride` stored rows, both multiples of the row block.
+    Grid: [blocks of rows_per_group, A].""",
     "x:r:act[A,k] ids:r:i32[A] w:r:q[E,stride,k] y:w:act[A,n]",
     "n:u32 k:u32 first:u32 stride:u32 broadcast:u32 rows_per_group:u32",
     "bits group",

@@ -6,6 +6,7 @@ Pure data and pure functions; nothing here opens a device.  A number that decide
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lily.errors import InvalidRequestError
@@ -26,6 +27,12 @@ ABLATIONS: dict[str, str] = {
 }
 
 
+SIMD = 32  # threads of a simdgroup
+GEMV_ROWS = 8  # rows of a matrix that a simdgroup computes; GEMV_ROWS in shaders/gemv.h
+GEMV_COLUMNS = 512  # columns it takes at a time
+GEMV_PARTS = 4  # simdgroups that share columns, at most
+
+
 @dataclass(frozen=True)
 class Policy:
     """Choices for one device.
@@ -39,10 +46,14 @@ class Policy:
     layout: str  # of quantised matrices: rows16 or rows (lily/weights.py)
     row_block: int  # rows a matrix is padded to
     rows_invariant: bool
-    gemv_rows: int  # outputs a group of a decode projection computes
+    gemv_rows: int  # outputs a group of a decode projection computes, where there are plenty
     gemv_threads: int
     moe_rows: int  # outputs a group of a decode expert kernel computes
-    attention_piece: int  # positions one group of decode attention reads
+    gemv_simdgroups: int  # a decode projection should have: else several share columns; 0: there are none
+    conv_rows: int  # rows a group of gdn_conv takes
+    scan_columns: int  # columns of a head's state that a group of gdn_scan takes
+    attention_piece: int  # positions one group of decode attention reads, at least
+    attention_pieces: int  # pieces in a cache, at most: each costs partial results
     long_context: int  # from here on the fixed-block layout of decode attention
     long_piece: int
     pack: int  # query heads that share one KV row load
@@ -66,6 +77,26 @@ class Policy:
         """The smallest recorded row count that holds ``rows``."""
         return next(b for b in self.buckets if b >= rows)
 
+    def gemv_shape(self, n: int, k: int, *, pair: bool = False, matrices: int = 1) -> tuple[int, int]:
+        """(outputs, threads) of a group of a decode projection from ``k`` columns to ``n`` outputs.
+
+        ``pair``: an output needs a row of two matrices; ``matrices`` run side by side.
+        """
+        if not self.gemv_simdgroups:
+            return self.gemv_rows, self.gemv_threads
+        outputs = GEMV_ROWS // 2 if pair else GEMV_ROWS
+        blocks, parts = matrices * -(-n // outputs), 1
+        while parts < GEMV_PARTS and blocks * parts < self.gemv_simdgroups and GEMV_COLUMNS * parts < k:
+            parts *= 2
+        return (2 * outputs, 2 * SIMD) if parts == 1 else (outputs, parts * SIMD)
+
+    def moe_down_shape(self, active: int) -> tuple[int, int]:
+        """(outputs, threads) of a group of moe_down, whose simdgroups share ``active`` experts and the shared one."""
+        if not self.gemv_simdgroups:
+            return self.moe_rows, self.gemv_threads
+        parts = min(range(1, GEMV_PARTS + 1), key=lambda p: (-(-(active + 1) // p), p))
+        return GEMV_ROWS, parts * SIMD
+
     def gemm_tile(self, rows: int) -> int:
         """Tile rows of a dense GEMM over ``rows`` rows."""
         return _from(self.gemm_tiles, rows)
@@ -87,7 +118,10 @@ class Policy:
         long = capacity >= self.long_context and not self.off("fixed-blocks")
         if long and head_dim == 256 and heads_per_kv == 8:
             return self.long_piece, True
-        return self.attention_piece, False
+        piece = self.attention_piece
+        while piece * self.attention_pieces < capacity:
+            piece *= 2
+        return piece, False
 
     def kv_capacity(self, tokens: int) -> int:
         """Tokens to reserve when ``tokens`` must fit: steps grow with the size, so that few copies are made."""
@@ -107,15 +141,15 @@ _BUCKETS = (8, 32, 64, 128, 256, 512)
 POLICIES: dict[str, Policy] = {
     "cpu": Policy(
         device="cpu", act="f32", layout="rows16", row_block=16, rows_invariant=True,
-        gemv_rows=16, gemv_threads=1, moe_rows=16,
-        attention_piece=256, long_context=1 << 62, long_piece=256, pack=8,
+        gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=1 << 30,
+        attention_piece=256, attention_pieces=1 << 62, long_context=1 << 62, long_piece=256, pack=8,
         gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
         sample_slice=16384, chunk=512, buckets=_BUCKETS, kv_step=1024, score_rows=64,
     ),
     "metal": Policy(
         device="metal", act="bf16", layout="rows", row_block=1, rows_invariant=False,
-        gemv_rows=8, gemv_threads=64, moe_rows=8,
-        attention_piece=256, long_context=32768, long_piece=1024, pack=4,
+        gemv_rows=16, gemv_threads=64, moe_rows=8, gemv_simdgroups=1024, conv_rows=16, scan_columns=16,
+        attention_piece=128, attention_pieces=64, long_context=32768, long_piece=512, pack=4,
         gemm_tiles=((0, 16), (17, 32), (256, 64)), moe_tiles=((0, 16), (12, 32), (48, 64)), tile_n=64,
         narrow_tiles=True, attention_queries=32,
         sample_slice=4096, chunk=2048, buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
@@ -124,11 +158,12 @@ POLICIES: dict[str, Policy] = {
 POLICIES["cuda"] = replace(POLICIES["metal"], device="cuda")
 
 
-def policy_for(device: str, ablate: tuple[str, ...] | frozenset[str] = ()) -> Policy:
+def policy_for(device: str, ablate: Iterable[str] = ()) -> Policy:
     """The policy of ``device`` with some mechanisms switched off; InvalidRequestError for an unknown name."""
     if device not in POLICIES:
         raise InvalidRequestError(f"unknown device {device!r}; known: {', '.join(POLICIES)}")
+    ablate = frozenset(ablate)
     for name in ablate:
         if name not in ABLATIONS:
             raise InvalidRequestError(f"unknown ablation {name!r}; known: {', '.join(ABLATIONS)}")
-    return replace(POLICIES[device], ablate=frozenset(ablate))
+    return replace(POLICIES[device], ablate=ablate)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class Token:
 _Key = tuple[str, int, int]  # kind of plan, rows, and: how to sample, or how many top ids to score
 _DECODE: _Key = ("decode", 1, 0)
 _SAMPLED, _GREEDY, _LOGPROBS = range(3)
+_MAX_RECORDED = 64  # plans kept; only `score` with ever new numbers of top ids makes so many
 
 
 @dataclass
@@ -86,20 +88,23 @@ class Runner:
         self._buffers: dict[str, Buffer] = dict(weight_buffers)
         state = StateLayout.of(config, policy).nbytes
         small = step_buffers(config, policy, 0)
-        for slot in "AB":
-            self._buffers[f"state.{slot}"] = device.buffer(state)
-            self._buffers[f"step.{slot}"] = device.buffer(small["step.in"])
-            self._buffers[f"ids.{slot}"] = device.buffer(small["ids.in"])
-        for name, size in small.items():
-            if name.split(".")[0] not in SLOTTED and name != "history":
+        sizes = {f"{base}.{slot}": small[f"{base}.in"] for base in ("step", "ids") for slot in "AB"}
+        sizes |= {f"state.{slot}": state for slot in "AB"}
+        sizes |= {n: size for n, size in small.items() if n.split(".")[0] not in SLOTTED and n != "history"}
+        try:
+            for name, size in sizes.items():
                 self._buffers[name] = device.buffer(size)
+            self.reserve(1)
+        except BaseException:
+            for name in self._buffers.keys() - weight_buffers.keys():
+                self._buffers.pop(name).free()
+            raise
         outputs = self._buffers["outputs"]
         self._outputs = outputs.array(OUTPUT_DTYPE)
         self._pipeline = DecodePipeline(
             device.handle, device.function("lily_submit"), device.function("lily_wait"), outputs.address,
             OUTPUT_DTYPE.itemsize, OUTPUT_RING,
         )  # fmt: skip
-        self._reserve(1)
 
     # ---- memory
     @property
@@ -112,24 +117,39 @@ class Runner:
         """Device bytes in use, weights included."""
         return sum(b.nbytes for b in self._buffers.values())
 
-    def _reserve(self, tokens: int) -> None:
-        """Grows the KV cache to hold ``tokens``; recorded lists that name it are dropped."""
+    def reserve(self, tokens: int) -> None:
+        """Grows the KV cache to hold ``tokens``; recorded lists that name it are dropped.
+
+        DeviceError where there is no memory for it; the sequence is as before then.
+        """
         if tokens <= self._capacity:
             return
-        capacity = min(self.policy.kv_capacity(tokens), self.policy.kv_capacity(self.max_context))
+        capacity = max(tokens, min(self.policy.kv_capacity(tokens), self.max_context))
         row, used = kv_row_bytes(self.config), len(self.tokens)
         sizes = {f"kv.{layer}.{which}": capacity * row for layer in kv_layers(self.config) for which in "kv"}
         sizes["history"] = step_buffers(self.config, self.policy, capacity)["history"]
+        grown: dict[str, Buffer] = {}
+        try:
+            for name, size in sizes.items():
+                grown[name] = self.device.buffer(size)
+                if name in self._buffers:
+                    old = self._buffers[name].bytes
+                    keep = len(old) if name == "history" else used * row
+                    grown[name].bytes[:keep] = old[:keep]
+        except BaseException:
+            for buffer in grown.values():
+                buffer.free()
+            raise
+        self._forget_plans()
+        replaced = [self._buffers[name] for name in grown if name in self._buffers]
+        self._buffers |= grown
+        self._capacity = capacity
+        for buffer in replaced:
+            buffer.free()
+
+    def _forget_plans(self) -> None:
         self._drop_lists()
         self._plans.clear()
-        for name, size in sizes.items():
-            old, new = self._buffers.get(name), self.device.buffer(size)
-            if old is not None:
-                keep = old.nbytes if name == "history" else used * row
-                new.bytes[:keep] = old.bytes[:keep]
-                old.free()
-            self._buffers[name] = new
-        self._capacity = capacity
 
     def _drop_lists(self) -> None:
         for pair in self._recorded.values():
@@ -139,12 +159,18 @@ class Runner:
 
     def _lists(self, *keys: _Key) -> list[tuple[CommandList, CommandList]]:
         """The recorded lists of each plan, for state slots A→B and B→A. Nothing may be in flight when one is new."""
+        if len(self._recorded) > _MAX_RECORDED:
+            self._forget_plans()
         plans = [self._plan(key) for key in keys]
         self._allocate("scratch", max(plan.scratch_bytes for plan in plans))
         for key, plan in zip(keys, plans, strict=True):
             if key not in self._recorded:
-                a, b = (self.device.record(plan, self._bound(slot)) for slot in (0, 1))
-                self._recorded[key] = (a, b)
+                a = self.device.record(plan, self._bound(0))
+                try:
+                    self._recorded[key] = (a, self.device.record(plan, self._bound(1)))
+                except BaseException:
+                    a.free()
+                    raise
         return [self._recorded[key] for key in keys]
 
     def _plan(self, key: _Key) -> Plan:
@@ -164,7 +190,8 @@ class Runner:
         old = self._buffers.get(name)
         if old is None or old.nbytes < nbytes:
             self._drop_lists()
-            if old is not None:
+            if old is not None:  # first out of the way: the two may not fit beside each other
+                del self._buffers[name]
                 old.free()
             self._buffers[name] = self.device.buffer(nbytes)
 
@@ -186,7 +213,8 @@ class Runner:
         candidates = [(s.position, "snapshot") for s in self._snapshots]
         if self.policy.rows_invariant:  # elsewhere only states on chunk edges give a cold run's bits
             candidates = [(len(self.tokens), "current"), (self._previous, "previous"), *candidates]
-        position, where = max(((p, w) for p, w in candidates if 0 < p <= limit), default=(0, "start"))
+        # Of equal positions the first: it needs no copy.
+        position, where = max((c for c in candidates if 0 < c[0] <= limit), key=itemgetter(0), default=(0, "start"))
         if where == "previous":
             self._slot ^= 1
         elif where == "snapshot":
@@ -207,6 +235,12 @@ class Runner:
         self._previous = -1
         self._state()[:] = 0
 
+    def abandon(self) -> None:
+        """As ``reset``, when something broke in at an unknown place: waits for all that may still run first."""
+        self._pipeline.drain()
+        self.device.wait(self.device.submit([]))
+        self.reset()
+
     def _state(self, slot: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return self._buffers[f"state.{'AB'[self._slot if slot is None else slot]}"].bytes
 
@@ -220,9 +254,20 @@ class Runner:
     # ---- prompt
     def prefill(self, chunk: Sequence[int]) -> None:
         """Appends ``chunk`` (at most the largest bucket) and waits."""
-        self._reserve(len(self.tokens) + len(chunk))
-        lists = self._lists(self._prefill_key(len(chunk)))
-        self.device.wait(self._submit_chunk(chunk, lists))
+        self.reserve(len(self.tokens) + len(chunk))
+        self._run_chunk(chunk, self._lists(self._prefill_key(len(chunk))))
+
+    def _run_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> None:
+        """Appends ``chunk`` and waits. When that fails the sequence is as before: the slot read from is intact."""
+        start = len(self.tokens)
+        ticket = self._submit_chunk(chunk, lists)
+        try:
+            self.device.wait(ticket)
+        except DeviceError:
+            self._slot ^= 1
+            self._previous = -1
+            del self.tokens[start:]
+            raise
 
     def _submit_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> int:
         start, slot = len(self.tokens), self._slot
@@ -241,7 +286,7 @@ class Runner:
         """Runs the prompt's last ``chunk`` and keeps up to two steps in flight; at most ``limit`` tokens will come."""
         self._limit, self._produced = limit, 0
         prompt = len(self.tokens) + len(chunk)
-        self._reserve(min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
+        self.reserve(min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
         fill_request(
             self._buffers["request"].array(REQUEST_DTYPE)[0], self._buffers["bias.ids"].array(np.int32),
             self._buffers["bias.values"].array(np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
@@ -283,7 +328,7 @@ class Runner:
             self.reset()
             raise DeviceError(
                 f"the logits at position {position} are not finite: the weights are damaged, or a kernel is wrong; "
-                "run `lily doctor` or try `--device cpu`"
+                "check the checkpoint's files against their published hashes"
             )
         self._produced += 1
         self._last = id
@@ -305,7 +350,7 @@ class Runner:
 
     def _grow_and_go_on(self) -> None:
         """The KV cache is full and nothing is in flight: more room, lists recorded anew, the next burst."""
-        self._reserve(len(self.tokens) + 1)
+        self.reserve(len(self.tokens) + 1)
         self._begin(self._limit - self._produced)
 
     def _check_failure(self) -> None:
@@ -329,7 +374,7 @@ class Runner:
     def score(self, chunk: Sequence[int], targets: Sequence[int], top: int) -> tuple[Any, Any, Any, Any]:
         """Appends ``chunk``: (log-probabilities of ``targets``, best ids [n, top], theirs, flags of bad rows)."""
         rows = self.policy.bucket(len(chunk))
-        self._reserve(len(self.tokens) + len(chunk))
+        self.reserve(len(self.tokens) + len(chunk))
         sizes = {"targets": 1, "logprobs": 1, "flags": 1, "ids": max(top, 4), "values": max(top, 4)}
         for name, width in sizes.items():
             self._allocate(f"score.{name}", self.policy.buckets[-1] * width * 4)
@@ -337,7 +382,7 @@ class Runner:
         n = len(chunk)
         self._buffers["request"].array(REQUEST_DTYPE)["vocab"] = self.vocab
         self._buffers["score.targets"].array(np.int32)[:n] = targets
-        self.device.wait(self._submit_chunk(chunk, lists))
+        self._run_chunk(chunk, lists)
         out = {name: self._buffers[f"score.{name}"] for name in ("logprobs", "ids", "values", "flags")}
         return (
             out["logprobs"].array(np.float32)[:n].copy(),

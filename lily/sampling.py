@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from lily.kernels import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from lily.stops import check_stops
 
 _SEED_LIMIT = 1 << 64
+_INT_LIMIT = (1 << 31) - 1  # of the device's Request record
+_BIAS_LIMIT = 1e9  # far beyond any logit, and within float32
+_LEAST_TEMPERATURE = 1e-6  # below it logits over temperature would leave float32; the draw is the greatest logit anyway
 _SAME_NAMES = (
     "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
@@ -70,13 +73,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check = _Checker(self)
-        check.integer("max_tokens", 1, 1 << 31)
+        check.integer("max_tokens", 1, _INT_LIMIT)
         check.number("temperature", 0.0, 100.0)
         check.number("top_p", 0.0, 1.0, above=True)
-        check.integer("top_k", 0, 1 << 31)
+        check.integer("top_k", 0, _INT_LIMIT)
         check.number("min_p", 0.0, 1.0)
         check.number("repetition_penalty", 0.0, 100.0, above=True)
-        check.integer("repetition_window", 0, 1 << 31)
+        check.integer("repetition_window", 0, _INT_LIMIT)
         check.number("presence_penalty", -100.0, 100.0)
         check.number("frequency_penalty", -100.0, 100.0)
         if self.seed is not None:
@@ -86,6 +89,8 @@ class SamplingParams:
         check_stops(self.stop)
         if self.logit_bias is not None:
             check.bias()
+        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Collection):
+            raise InvalidRequestError(f"stop_token_ids is {self.stop_token_ids!r}; allowed: a list of token ids")
         for id in self.stop_token_ids:
             check.token("stop_token_ids", id)
 
@@ -115,7 +120,7 @@ class _Checker:
     def integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self.params, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-            raise self._fail(name, value, f"a whole number from {low}" + (f" to {high}" if high < 1 << 31 else ""))
+            raise self._fail(name, value, f"a whole number from {low}" + (f" to {high}" if high < _INT_LIMIT else ""))
 
     def number(self, name: str, low: float, high: float, *, above: bool = False) -> None:
         value = getattr(self.params, name)
@@ -133,8 +138,9 @@ class _Checker:
             raise self._fail("logit_bias", bias, f"a mapping of at most {MAX_BIAS} token ids to numbers")
         for id, value in bias.items():
             self.token("logit_bias", id)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise self._fail(f"logit_bias[{id}]", value, "a finite number")
+            good = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+            if not good or not abs(value) <= _BIAS_LIMIT:
+                raise self._fail(f"logit_bias[{id}]", value, f"a number from -{_BIAS_LIMIT:g} to {_BIAS_LIMIT:g}")
 
 
 def make_params(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
@@ -147,26 +153,31 @@ def make_params(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Sampli
 
 
 def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that a checkpoint's generation_config.json sets; `do_sample: false` means greedy."""
+    """Defaults that a checkpoint's generation_config.json sets; greedy with `do_sample: false`, or without temperature."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     found = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
-    if generation_config.get("do_sample") is False:
+    if generation_config.get("do_sample", "temperature" in found) is False:
         found["temperature"] = 0.0
     return found
+
+
+def check_ids(params: SamplingParams, stop_ids: Sequence[int], vocab: int) -> None:
+    """InvalidRequestError where ``stop_ids`` or the biases name a token that is never drawn, or are too many."""
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise InvalidRequestError(f"{len(stop_ids)} stop token ids; allowed are {MAX_STOP_IDS}")
+    for id in (*stop_ids, *(params.logit_bias or ())):
+        if id >= vocab:
+            raise InvalidRequestError(f"token id {id} is outside of the vocabulary (0 to {vocab - 1})")
 
 
 def fill_request(
     record: Any, bias_ids: Any, bias_values: Any, params: SamplingParams, *, vocab: int, stop_ids: Sequence[int]
 ) -> None:
     """Writes ``params`` into the device's Request record and bias lists (numpy views)."""
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise InvalidRequestError(f"{len(stop_ids)} stop token ids; allowed are {MAX_STOP_IDS}")
-    for id in (*stop_ids, *(params.logit_bias or ())):
-        if id >= vocab:
-            raise InvalidRequestError(f"token id {id} is outside of the vocabulary (0 to {vocab - 1})")
     assert params.seed is not None
     for name in _SAME_NAMES:
         record[name] = getattr(params, name)
+    record["temperature"] = max(params.temperature, _LEAST_TEMPERATURE) if params.temperature else 0
     record["repetition_window"] = params.repetition_window if params.repetition_penalty != 1 else 0
     record["seed_low"], record["seed_high"] = params.seed & 0xFFFFFFFF, params.seed >> 32
     record["vocab"] = vocab

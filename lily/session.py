@@ -7,13 +7,15 @@ comparing tokens; so an edited or repeated turn is as correct as a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from lily.errors import InvalidRequestError
+from lily.errors import LilyError
+from lily.streaming import Completion, Pieces, Stream
 
 if TYPE_CHECKING:
-    from lily.engine import Completion, Engine, StreamChunk
+    from lily.engine import Engine
 
 
 class Session:
@@ -35,27 +37,31 @@ class Session:
         self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
     ) -> Completion:
         """Adds a user message (or any message) and the reply to it; on an error the conversation is unchanged."""
-        for chunk in self.stream(message, tools=tools, **sampling):
-            if chunk.completion is not None:
-                return chunk.completion
-        raise InvalidRequestError("the reply was cancelled")
+        with self.stream(message, tools=tools, **sampling) as chunks:
+            for chunk in chunks:
+                if chunk.completion is not None:
+                    completion = chunk.completion
+        return completion
 
     def stream(
         self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
-    ) -> Iterator[StreamChunk]:
+    ) -> Stream:
         """As ``send``, in pieces. A reply that is cancelled stays in the conversation as far as it was shown."""
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        pieces = self.engine.chat(
-            [*self.messages, turn], tools=tools, template_kwargs=self.template_kwargs, stream=True, **sampling
-        )
+        prompt = self.engine.render_chat([*self.messages, turn], tools=tools, template_kwargs=self.template_kwargs)
+        request = self.engine.request(prompt, sampling)
+        return Stream(lambda control: self._turn(turn, request(control)))
+
+    def _turn(self, turn: dict[str, Any], pieces: Pieces) -> Pieces:
         shown: list[str] = []
         try:
-            for chunk in pieces:
-                shown.append(chunk.text)
-                yield chunk
+            with closing(pieces):
+                for chunk in pieces:
+                    shown.append(chunk.text)
+                    yield chunk
+        except LilyError:
+            shown.clear()
+            raise
         finally:
-            close = getattr(pieces, "close", None)
-            if close:
-                close()
             if shown:
                 self.messages += [turn, {"role": "assistant", "content": "".join(shown)}]

@@ -27,6 +27,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]
 
 _PIECE_BYTES = 32 << 20  # of packed weights that are held in host memory at once
+_STORED = {"U32": np.uint32, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 _UNSCALED = ("A_log", "dt_bias")  # tensors whose name has no .weight
 
 
@@ -118,26 +119,28 @@ class _Loader:
         scales, biases = (np.zeros((count, m.n, groups), np.uint16) for _ in range(2))
         for part in m.parts:
             for suffix, out in (("weight", words), ("scales", scales), ("biases", biases)):
-                name = f"{part.module}.{suffix}"
-                piece = self._read(name, slice(first, first + count) if m.experts > 1 else None)
-                out[:, part.first : part.first + part.rows] = piece.reshape(count, part.rows, out.shape[2])
+                rows = slice(first, first + count) if m.experts > 1 else None
+                self._read(f"{part.module}.{suffix}", rows, out[:, part.first : part.first + part.rows])
         return words, scales, biases
 
-    def _read(self, name: str, rows: slice | None) -> Any:
-        info = self.checkpoint.tensors[name]
-        shape = info.shape if rows is None else (rows.stop - rows.start, *info.shape[1:])
-        raw = np.empty(shape, {"U32": np.uint32, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}[info.dtype])
+    def _read(self, name: str, rows: slice | None, out: Any) -> None:
+        """Fills ``out`` [count, rows, columns] with a tensor, or some of its experts, without a copy where possible."""
+        stored = _STORED[self.checkpoint.tensors[name].dtype]
+        raw = out if stored == out.dtype and out.flags.c_contiguous else np.empty(out.shape, stored)
         self.checkpoint.read_into(name, raw, rows)
         self.progress(raw.nbytes)
-        if info.dtype in ("F16", "F32"):
-            narrow = f32_to_bf16(raw.astype(np.float32))
-            if not np.array_equal(bf16_to_f32(narrow), raw.astype(np.float32)):
-                raise CheckpointError(
-                    f"{info}: {info.dtype} values that bfloat16 cannot hold; Lily keeps scales and biases in bfloat16. "
-                    "Convert the model with dtype bfloat16."
-                )
-            return narrow
-        return raw
+        if raw is not out:
+            out[:] = self._bf16_bits(name, raw) if raw.dtype.kind == "f" else raw
+
+    def _bf16_bits(self, name: str, raw: Any) -> Any:
+        narrow = f32_to_bf16(raw)
+        if not np.array_equal(bf16_to_f32(narrow), raw.astype(np.float32)):
+            info = self.checkpoint.tensors[name]
+            raise CheckpointError(
+                f"{info}: {info.dtype} values that bfloat16 cannot hold; Lily keeps scales and biases in bfloat16. "
+                "Convert the model with dtype bfloat16."
+            )
+        return narrow
 
 
 def _write_rows(out: Bytes, words: Any, scales: Any, biases: Any, bits: int, group: int) -> None:

@@ -43,7 +43,7 @@ typedef struct lily_kernel lily_kernel;
 typedef struct lily_list lily_list;
 
 // Options are NUL-terminated "key=value" lines; a device refuses keys it does not know.
-// cpu: threads=N, isa=auto|portable|avx2|avx512|neon, null=0|1 (complete submissions without running kernels).
+// cpu: threads=N, isa=auto|portable|avx2|avx512|avx512bf16|amx|neon, null=0|1 (complete submissions without running kernels).
 LILY_API uint32_t lily_abi_version(void);
 LILY_API int lily_open(const char *options, lily_device **out, char *error, size_t error_bytes);
 LILY_API void lily_close(lily_device *);                        // waits for everything submitted

@@ -206,9 +206,10 @@ class Reference:
             weights = weights / weights.sum(-1, keepdims=True)
         gate, up, down = (self.matrix(f"{p}switch_mlp.{n}_proj") for n in ("gate", "up", "down"))
         out = np.zeros_like(x)
-        for t in range(len(x)):
-            for expert, w in zip(chosen[t], weights[t], strict=True):
-                out[t] += w * (down[expert] @ (silu(gate[expert] @ x[t]) * (up[expert] @ x[t])))
+        for expert in np.unique(chosen):
+            rows, place = np.nonzero(chosen == expert)
+            hidden = silu(x[rows] @ gate[expert].T) * (x[rows] @ up[expert].T)
+            out[rows] += weights[rows, place, None] * (hidden @ down[expert].T)
         return out + sigmoid(self.linear(p + "shared_expert_gate", x)) * self.swiglu(p + "shared_expert.", x)
 
     def forward(self, tokens: Any, cache: list[dict[str, Array]]) -> Array:

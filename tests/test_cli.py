@@ -51,8 +51,11 @@ class Fake:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def stream(self, tokens: list[int], **sampling: Any) -> Iterator[lily.StreamChunk]:
+    def stream(self, tokens: list[int], **sampling: Any) -> lily.Stream:
         Fake.prompt, Fake.asked = self.tokenizer.decode(tokens), sampling
+        return lily.Stream(lambda control: self.pieces())
+
+    def pieces(self) -> Iterator[lily.StreamChunk]:
         timings = lily.Timings(2.0, 3.0, 5.0, 7.0)
         done = lily.Completion("a b", [1, 2], "stop", 10, 2, 4, None, timings)
         yield lily.StreamChunk("a ")
@@ -193,15 +196,15 @@ def test_text_goes_to_standard_output_and_the_rest_to_standard_error(
 def test_text_is_written_as_it_comes(fake: type[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     sink = io.BytesIO()
     seen: list[bytes] = []
-    stream = Fake.stream
+    pieces = Fake.pieces
 
-    def watched(self: Fake, tokens: list[int], **sampling: Any) -> Iterator[lily.StreamChunk]:
-        for chunk in stream(self, tokens, **sampling):
+    def watched(self: Fake) -> Iterator[lily.StreamChunk]:
+        for chunk in pieces(self):
             seen.append(sink.getvalue())
             yield chunk
 
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(Raw(sink)), encoding="utf-8"))
-    monkeypatch.setattr(Fake, "stream", watched)
+    monkeypatch.setattr(Fake, "pieces", watched)
     assert run(["generate", "-p", "Hi", "--quiet"]) == 0
     assert [*seen, sink.getvalue()] == [b"", b"a ", b"a b"]
 

@@ -42,16 +42,21 @@ def test_chat_from_a_pipe_answers_line_by_line_and_remembers(
 def test_chat_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[list[dict[str, Any]]] = []
 
-    def chat(self: lily.Engine, messages: list[dict[str, Any]], **_: Any) -> Iterator[lily.StreamChunk]:
+    def render(self: lily.Engine, messages: list[dict[str, Any]], **_: Any) -> list[int]:
         sent.append([dict(message) for message in messages])
-        return (lily.StreamChunk(text) for text in ("o", "k"))
+        return [1]
 
-    monkeypatch.setattr("lily.Engine.chat", chat)
+    def request(self: lily.Engine, prompt: list[int], sampling: dict[str, Any]) -> Any:
+        return lambda control: (lily.StreamChunk(text) for text in ("o", "k"))
+
+    monkeypatch.setattr("lily.Engine.render_chat", render)
+    monkeypatch.setattr("lily.Engine.request", request)
     piped("a\nb\n/reset\nc\n/system S\nd\n/help\n/what\n/exit\ne\n", monkeypatch)
     assert run(["chat"]) == 0
     user = [{"role": "user", "content": text} for text in "abcd"]
     ok = {"role": "assistant", "content": "ok"}
-    assert sent == [[user[0]], [user[0], ok, user[1]], [user[2]], [{"role": "system", "content": "S"}, user[3]]]
+    # The first is the command's own look whether the template works.
+    assert sent[1:] == [[user[0]], [user[0], ok, user[1]], [user[2]], [{"role": "system", "content": "S"}, user[3]]]
     out, err = capsys.readouterr()
     assert out == "ok\n" * 4
     assert "/reset" in err

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,7 @@ COPY_BLOCK = 65536
 
 
 def dispatch(kernel: str, views: tuple[View, ...], params: tuple[float, ...], grid: int, **more: Any) -> Dispatch:
-    return Dispatch(
-        KERNELS[kernel], kernel, more.pop("constants", ()), views, params, (grid, 1, 1), (1, 1, 1), **more
-    )
+    return Dispatch(KERNELS[kernel], kernel, more.pop("constants", ()), views, params, (grid, 1, 1), (1, 1, 1), **more)
 
 
 def copy(source: View, target: View, barrier: bool = True) -> Dispatch:
@@ -43,7 +42,7 @@ class Work:
         self.buffer: Buffer = device.buffer(nbytes * (steps + 1))
         self.nbytes, self.steps = nbytes, steps
         parts = [View("b", i * nbytes, nbytes) for i in range(steps + 1)]
-        plan = Plan("work", tuple(copy(a, b) for a, b in zip(parts, parts[1:], strict=False)), 0)
+        plan = Plan("work", tuple(copy(a, b) for a, b in pairwise(parts)), 0)
         self.list: CommandList = device.record(plan, {"b": self.buffer})
 
     def fill(self, value: int) -> None:
@@ -73,9 +72,9 @@ def test_threads_default_to_the_usable_processors() -> None:
     with Device("cpu") as device:
         assert 1 <= int(device.info["threads"]) <= len(os.sched_getaffinity(0))
     one = min(os.sched_getaffinity(0))
-    code = f"import os; os.sched_setaffinity(0, {{{one}}}); from lily.device import Device; print(Device('cpu').info['threads'])"
+    code = f"import os; os.sched_setaffinity(0, {{{one}}}); from lily.device import Device as D; print(D('cpu').info)"
     root = Path(__file__).resolve().parent.parent
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True).strip() == "1"
+    assert "'threads': '1'" in subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,8 @@ def test_dimensions_must_be_positive_and_flags_may_be_zero() -> None:
 def test_every_kernel_of_the_table_exists_except_off_variants() -> None:
     with Device("cpu", threads=1) as device:
         for kernel in KERNELS.values():
-            constants = [{"bits": 4, "shared_bits": 4, "group": 64, "shared_group": 64}.get(c, 1) for c in kernel.constants]
+            special = {"bits": 4, "shared_bits": 4, "group": 64, "shared_group": 64}
+            constants = [special.get(c, 1) for c in kernel.constants]
             if kernel.replaces is None:
                 assert device.kernel(kernel, constants)
 
@@ -181,7 +181,7 @@ def test_every_kernel_of_the_table_exists_except_off_variants() -> None:
     [
         ({"views": (View("a", 0, 64),)}, r"copy takes 2 buffers, 1 were given"),
         ({"views": (View("a", 8, 64), View("a", 128, 64))}, r"offset 8 of buffer 0 is no multiple of 16"),
-        ({"views": (View("a", 0, 64), View("a", 1 << 20, 64))}, r"offset 1048576 lies beyond the 4096 bytes of buffer 1"),
+        ({"views": (View("a", 0, 64), View("a", 8192, 64))}, r"offset 8192 lies beyond the 4096 bytes of buffer 1"),
         ({"grid": (0, 1, 1)}, r"a grid of 0 x 1 x 1 groups"),
         ({"grid": (65536, 65536, 1)}, r"a grid of 65536 x 65536 x 1 groups"),
     ],
@@ -258,7 +258,8 @@ def test_waiting_gives_up_after_the_timeout_and_says_so() -> None:
 
 
 def test_a_ticket_that_was_never_given_is_an_error() -> None:
-    with Device("cpu", threads=1) as device, pytest.raises(InvalidRequestError, match=r"ticket 5 was never given; the last one is 0"):
+    says = r"ticket 5 was never given; the last one is 0"
+    with Device("cpu", threads=1) as device, pytest.raises(InvalidRequestError, match=says):
         device.wait(5, timeout=1)
 
 
@@ -296,13 +297,11 @@ def test_many_threads_may_wait_at_once() -> None:
 def test_a_full_queue_is_an_error_and_what_was_queued_still_runs() -> None:
     with Device("cpu", threads=1) as device:
         work = Work(device, nbytes=16 << 20)
+        first = device.submit([work.list] * 4)
         with pytest.raises(DeviceError, match=r"wait for a ticket"):
-            for _ in range(5000):
-                last = device.submit([work.list])
-                work_small = [work.list] * 0
-                for _ in range(2000):
-                    last = device.submit(work_small)
-        assert device.wait(last, timeout=60)
+            device.submit([work.list] * 4093)
+        assert device.wait(first, timeout=60)
+        assert device.submit([work.list]) == first + 1  # what was refused has no ticket
 
 
 def test_the_null_device_completes_without_running() -> None:

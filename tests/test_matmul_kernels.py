@@ -61,11 +61,11 @@ def blocks(n: int, per_group: int = 16) -> int:
     return -(-n // per_group)
 
 
-def gemm(device: Device, w: Quantised, x: Array, *, tile_m: int = 1 << 20, tile_n: int = 16, layout: Array = None) -> Array:
+def gemm(device: Device, w: Quantised, x: Array, *, tile_m: int = 1 << 20, tile_n: int = 16) -> Array:
     n, k = w.values.shape
     call = Call(
         "gemm",
-        {"step": step(len(x)), "x": x, "w": rows16(w) if layout is None else layout, "y": np.zeros((len(x), n), np.float32)},
+        {"step": step(len(x)), "x": x, "w": rows16(w), "y": np.zeros((len(x), n), np.float32)},
         {"n": n, "k": k, "pitch": n, "column": 0, "tile_m": tile_m, "tile_n": tile_n},
         w.constants,
         (blocks(n, tile_n), blocks(len(x), tile_m)),
@@ -80,6 +80,12 @@ def gemv(device: Device, w: Quantised, x: Array, per_group: int = 16) -> Array:
     return run(device, Call("gemv", arrays, params, w.constants, (blocks(n, per_group),)))[0]["y"]
 
 
+def rmsnorm(device: Device, x: Array, weight: Array) -> Array:
+    """The device's own norm of the rows of x."""
+    arrays = {"step": step(len(x)), "x": x, "norm": weight, "y": np.zeros_like(x)}
+    return run(device, Call("rmsnorm", arrays, {"k": x.shape[1], "eps": EPS}, {}, (len(x),)))[0]["y"]
+
+
 # ---- accuracy -------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +93,9 @@ def gemv(device: Device, w: Quantised, x: Array, per_group: int = 16) -> Array:
 @pytest.mark.parametrize(
     ("group", "k"), [(32, 32), (32, 96), (64, 64), (64, 192), (128, 128), (128, 384)], ids=lambda v: str(v)
 )
-def test_gemv_equals_the_dequantised_product(device: Device, rng: np.random.Generator, bits: int, group: int, k: int) -> None:
+def test_gemv_equals_the_dequantised_product(
+    device: Device, rng: np.random.Generator, bits: int, group: int, k: int
+) -> None:
     for n in (1, 15, 16, 17, 33, 48):
         w = random_quantised(rng, n, k, bits, group)
         x = rng.normal(size=k).astype(np.float32)
@@ -123,7 +131,8 @@ def test_gemm_f32_computes_the_rows_of_its_window(device: Device, rng: np.random
     x = rng.normal(size=(9, 64)).astype(np.float32)
     whole = gemm(device, w, x)
     for first, limit, seen in ((0, 4, 4), (4, 4, 4), (8, 4, 1), (9, 4, 0)):
-        params = {"n": 33, "k": 64, "pitch": 33, "column": 0, "first": first, "limit": limit, "tile_m": 512, "tile_n": 16}
+        sizes = {"n": 33, "k": 64, "pitch": 33, "column": 0, "tile_m": 512, "tile_n": 16}
+        params = {**sizes, "first": first, "limit": limit}
         arrays = {"step": step(9), "x": x, "w": rows16(w), "y": np.zeros((limit, 33), np.float32)}
         got = run(device, Call("gemm_f32", arrays, params, w.constants, (3, 1)))[0]["y"]
         assert np.array_equal(got[:seen], whole[first : first + seen])
@@ -156,10 +165,7 @@ def test_swiglu_kernels(device: Device, rng: np.random.Generator, bits: int, n: 
     k, rows = 128, 19
     g, u = (random_quantised(rng, n, k, bits, 32) for _ in range(2))
     x, weight = rng.normal(size=(rows, k)).astype(np.float32), rng.normal(size=k).astype(np.float32)
-    h = run(
-        device,
-        Call("rmsnorm", {"step": step(rows), "x": x, "norm": weight, "y": np.zeros_like(x)}, {"k": k, "eps": EPS}, {}, (rows,)),
-    )[0]["y"]
+    h = rmsnorm(device, x, weight)
     params = {"n": n, "k": k, "tile_m": 512, "tile_n": 16}
     arrays = {"step": step(rows), "x": h, "w": rows16(g, u), "y": np.zeros((rows, n), np.float32)}
     many = run(device, Call("gemm_swiglu", arrays, params, g.constants, (blocks(n), 1)))[0]["y"]
@@ -179,8 +185,7 @@ def test_fused_norm_equals_norm_then_product(device: Device, rng: np.random.Gene
     n, k = 50, 192
     w = random_quantised(rng, n, k, bits, 64)
     x, weight = 3 * rng.normal(size=(4, k)).astype(np.float32), rng.normal(size=k).astype(np.float32)
-    call = Call("rmsnorm", {"step": step(4), "x": x, "norm": weight, "y": np.zeros_like(x)}, {"k": k, "eps": EPS}, {}, (4,))
-    h = run(device, call)[0]["y"]
+    h = rmsnorm(device, x, weight)
     assert np.allclose(h, norm(x, weight), rtol=1e-5, atol=1e-6)
     many = gemm(device, w, h)
     for m in range(4):

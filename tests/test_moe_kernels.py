@@ -49,7 +49,8 @@ class Moe:
         act, ids, weights = np.zeros((a, self.n), f32), np.zeros(a, i32), np.zeros(a, f32)
         x, logits = self.x[m].copy(), self.logits[m].copy()
         arrays = {
-            "x": x, "norm": self.norm, "logits": logits, "w": self.w_gate_up, "act": act, "ids": ids, "weights": weights,
+            "x": x, "norm": self.norm, "logits": logits, "w": self.w_gate_up, "act": act,
+            "ids": ids, "weights": weights,
         }  # fmt: skip
         params = {
             "n": self.n, "k": self.h, "eps": EPS, "experts": self.experts, "active": a, "renorm": 1,
@@ -57,8 +58,8 @@ class Moe:
         }  # fmt: skip
         first = Call("moe_gate_up", arrays, params, self.constants, (-(-self.n // per_group), a))
         arrays = {
-            "act": act, "ids": ids, "weights": weights, "logits": logits, "w": self.w_down, "shared": self.shared[m].copy(),
-            "w_shared": self.w_shared, "x": x,
+            "act": act, "ids": ids, "weights": weights, "logits": logits, "w": self.w_down,
+            "shared": self.shared[m].copy(), "w_shared": self.w_shared, "x": x,
         }  # fmt: skip
         params = {
             "n": self.h, "k": self.n, "ks": 64, "experts": self.experts, "active": a, "rows_per_group": per_group,
@@ -82,9 +83,10 @@ class Moe:
         sizes = {"experts": self.experts, "active": a, "tile_m": tile_m, "tile_n": tile_n}
         dense = {"pitch": self.h, "column": 0, "tile_m": 512, "tile_n": 16}
         calls = [
-            Call("rmsnorm", {"step": step, "x": x, "norm": self.norm, "y": normed}, {"k": self.h, "eps": EPS}, {}, (rows,)),
-            Call("gemm", {"step": step, "x": self.shared, "w": self.w_shared, "y": shared}, {"n": self.h, "k": 64, **dense},
-                 self.shared_down.constants, (-(-self.h // 16), 1)),
+            Call("rmsnorm", {"step": step, "x": x, "norm": self.norm, "y": normed},
+                 {"k": self.h, "eps": EPS}, {}, (rows,)),
+            Call("gemm", {"step": step, "x": self.shared, "w": self.w_shared, "y": shared},
+                 {"n": self.h, "k": 64, **dense}, self.shared_down.constants, (-(-self.h // 16), 1)),
             Call("route_topk", {"step": step, "logits": self.logits, "ids": ids, "weights": weights},
                  {"experts": self.experts, "active": a, "renorm": 1}, {}, (rows,)),
             Call("route_group", {"step": step, "ids": ids, "offsets": offsets, "order": order, "blocks": blocks},
@@ -93,7 +95,8 @@ class Moe:
                  {"n": self.n, "k": self.h, **sizes}, self.constants, (-(-self.n // tile_n), tiles)),
             Call("moe_gemm_down", {**routed, "x": act, "w": self.w_down, "y": y},
                  {"n": self.h, "k": self.n, **sizes}, self.constants, (-(-self.h // tile_n), tiles)),
-            Call("moe_combine", {"step": step, "y": y, "weights": weights, "logits": self.logits, "shared": shared, "x": x},
+            Call("moe_combine",
+                 {"step": step, "y": y, "weights": weights, "logits": self.logits, "shared": shared, "x": x},
                  {"hidden": self.h, "experts": self.experts, "active": a}, {}, (rows,)),
         ]  # fmt: skip
         done = run(device, *calls)

@@ -134,10 +134,11 @@ def test_minimum_bytes_of_prefill(real: ModelConfig, rows: int, experts: float) 
 
 
 def test_more_context_costs_exactly_its_keys_and_values(real: ModelConfig) -> None:
-    # Both fill the same cache, so only what is read differs: K and V, and one partial result a head and 256 tokens.
+    # Both fill the same cache, so only what is read differs: K and V, and one partial result a head and piece.
+    piece, _ = policy_for("metal").piece(4096, 256, 8)
     short, long = (plan_report(real, policy_for("metal"), context=n)["bytes"] for n in (1024, 4096))
     partial = (256 + 2) * 16 * 4 * 2  # written once, read once
-    assert long - short == 3072 * 20_480 + 10 * (3072 // 256) * partial
+    assert long - short == 3072 * 20_480 + 10 * (3072 // piece) * partial
 
 
 # ---- hazards
@@ -297,15 +298,11 @@ def test_the_production_width_model_takes_the_real_models_decode_routes(device: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_production_width_model_takes_the_real_models_prefill_routes(device: str) -> None:
-    """With 16 experts for 256, a sixteenth of the rows gives an expert as many rows and so the same tile."""
+    """Over all buckets: tiles follow the rows and the rows per expert, which 16 experts reach with fewer rows."""
     policy = policy_for(device)
-    pairs = [(rows, rows // 16) for rows in policy.buckets if rows // 16 in policy.buckets]
-    assert {rows for rows, _ in pairs} >= {128, 512}
-    tiles = {policy.moe_tile(rows, 256, 8) for rows in policy.buckets}
-    assert tiles == {policy.moe_tile(rows, 256, 8) for rows, _ in pairs}
-    large, small = (
-        [prefill_plan(Builder(config_of(values), policy, rows=pair[which], capacity=4096)) for pair in pairs]
-        for which, values in ((0, REAL), (1, PRODUCTION_WIDTH))
+    small, large = (
+        [prefill_plan(Builder(config_of(values), policy, rows=rows, capacity=4096)) for rows in policy.buckets]
+        for values in (PRODUCTION_WIDTH, REAL)
     )
     assert routes(small) == routes(large)
 

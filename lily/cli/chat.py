@@ -10,7 +10,7 @@ import importlib
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lily.cli.console import Console, is_terminal
-from lily.cli.generate import closing_stream, describe, statistics
+from lily.cli.generate import describe, statistics
 from lily.cli.options import (
     EngineFlags,
     SamplingFlags,
@@ -101,12 +101,10 @@ def _command(line: str, session: Session, console: Console) -> bool:
 def _reply(session: Session, message: str, arguments: dict[str, Any], console: Console) -> None:
     """Shows the reply as it comes; Ctrl-C ends it after the token that is being computed."""
     completion = None
-    with _interrupts() as interrupted, closing_stream(session.stream(message, **arguments)) as pieces:
+    with session.stream(message, **arguments) as pieces, _interrupts(pieces.cancel):
         for chunk in pieces:
             console.write(chunk.text)
             completion = chunk.completion
-            if interrupted:
-                break
     console.write("\n")
     if completion is None:
         console.note("(stopped)")
@@ -118,10 +116,10 @@ def _reply(session: Session, message: str, arguments: dict[str, Any], console: C
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C fills the list instead of breaking in at any instruction, where it could tear the engine's state.
+def _interrupts(cancel: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls ``cancel`` instead of breaking in at any instruction, where it could tear the engine's state.
 
-    The second one breaks in: it is for a prompt so long that the first token does not come, and ends the program.
+    A reply ends with its next token, a long prompt with its next chunk; a second Ctrl-C breaks in after all.
     """
     seen: list[int] = []
 
@@ -129,14 +127,15 @@ def _interrupts() -> Iterator[list[int]]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
+        cancel()
 
     try:
         before = signal.signal(signal.SIGINT, note)
     except ValueError:  # not the main thread: signals do not come here
-        yield seen
+        yield
         return
     try:
-        yield seen
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,8 @@ from lily.cli.options import (
 from lily.cli.prompts import prompt_tokens, read_prompt
 
 if TYPE_CHECKING:
-    from lily.engine import Completion, Engine, StreamChunk, TokenLogprob
+    from lily.engine import Engine
+    from lily.streaming import Completion, TokenLogprob
 
 
 @click.command()
@@ -106,22 +106,13 @@ def _reply(
     engine: Engine, tokens: Sequence[int], arguments: dict[str, Any], console: Console, *, show: bool
 ) -> Completion:
     completion = None
-    with closing_stream(engine.stream(tokens, **arguments)) as pieces:
+    with engine.stream(tokens, **arguments) as pieces:
         for chunk in pieces:
             if show:
                 console.write(chunk.text)
             completion = chunk.completion or completion
     assert completion is not None
     return completion
-
-
-@contextmanager
-def closing_stream(pieces: Iterator[StreamChunk]) -> Iterator[Iterator[StreamChunk]]:
-    """Cancels what is left of a stream, whatever ended the reading of it."""
-    try:
-        yield pieces
-    finally:
-        pieces.close()  # type: ignore[attr-defined]
 
 
 def _result(engine: Engine, completion: Completion, seed: int) -> dict[str, Any]:

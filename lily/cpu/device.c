@@ -63,7 +63,8 @@ static int parse_option(open_options *o, const char *line, int length) {
     } else if (key == 3 && !memcmp(line, "isa", 3)) {
         memcpy(o->isa, text, (size_t)value + 1);
     } else if (key == 4 && !memcmp(line, "null", 4)) {
-        if (strcmp(text, "0") && strcmp(text, "1")) return cpu_fail(LILY_EINVAL, "option null is \"%s\"; allowed: 0, 1", text);
+        if (strcmp(text, "0") && strcmp(text, "1"))
+            return cpu_fail(LILY_EINVAL, "option null is \"%s\"; allowed: 0, 1", text);
         o->null = text[0] == '1';
     } else {
         return cpu_fail(LILY_EINVAL, "the cpu device has no option \"%.*s\"; it has: threads, isa, null", key, line);
@@ -143,7 +144,9 @@ static int start_threads(lily_device *d, uint32_t threads) {
     int code = d->pool ? pthread_create(&d->driver, NULL, drive, d) : errno;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code && d->pool) pool_free(d->pool);
-    if (code) return cpu_fail(LILY_EFAILED, "could not start %u threads: %s; ask for fewer (option threads)", threads, strerror(code));
+    if (code)
+        return cpu_fail(
+            LILY_EFAILED, "could not start %u threads: %s; ask for fewer (option threads)", threads, strerror(code));
     return LILY_OK;
 }
 
@@ -202,8 +205,8 @@ void lily_close(lily_device *d) {
 int lily_info(lily_device *d, char *out, size_t bytes) {
     char paths[128];
     isa_names(paths, sizeof paths);
-    const int length = snprintf(out, bytes, "name=cpu\nisa=%s\nisas=%s\nthreads=%u\nmemory=%llu\nnull=%d\n", d->isa->name, paths,
-        pool_threads(d->pool), (unsigned long long)machine_memory(), d->null);
+    const int length = snprintf(out, bytes, "name=cpu\nisa=%s\nisas=%s\nthreads=%u\nmemory=%llu\nnull=%d\n",
+        d->isa->name, paths, pool_threads(d->pool), (unsigned long long)machine_memory(), d->null);
     if (length >= 0 && (size_t)length < bytes) return LILY_OK;
     return cpu_fail(LILY_EINVAL, "lily_info needs room for %d bytes, it got %zu", length + 1, bytes);
 }
@@ -211,7 +214,8 @@ int lily_info(lily_device *d, char *out, size_t bytes) {
 // ---- submission and waiting -------------------------------------------------------------------------------------------
 
 static int lost(const lily_device *d) {
-    return cpu_fail(LILY_ELOST, "this device belongs to process %ld, which forked; open a device in this process", d->process);
+    return cpu_fail(
+        LILY_ELOST, "this device belongs to process %ld, which forked; open a device in this process", d->process);
 }
 
 static void push(lily_device *d, const lily_list *list, bool first, bool last) {
@@ -223,7 +227,8 @@ int lily_submit(lily_device *d, lily_list *const *lists, uint32_t count, uint64_
     if (forked(d)) return lost(d);
     for (uint32_t i = 0; i < count; i++) {
         if (!lists[i] || !lists[i]->ended) return cpu_fail(LILY_EINVAL, "list %u of the submission was not ended", i);
-        if (lists[i]->device != d) return cpu_fail(LILY_EINVAL, "list %u of the submission belongs to another device", i);
+        if (lists[i]->device != d)
+            return cpu_fail(LILY_EINVAL, "list %u of the submission belongs to another device", i);
     }
     pthread_mutex_lock(&d->mutex);
     const uint32_t room = QUEUE_ENTRIES - d->queued, needed = count ? count : 1;
@@ -236,7 +241,9 @@ int lily_submit(lily_device *d, lily_list *const *lists, uint32_t count, uint64_
     }
     pthread_mutex_unlock(&d->mutex);
     if (needed <= room) return LILY_OK;
-    return cpu_fail(LILY_EFAILED, "the queue holds %u lists and %u more do not fit in its %u places; wait for a ticket first", QUEUE_ENTRIES - room, needed, QUEUE_ENTRIES);
+    return cpu_fail(LILY_EFAILED,
+        "the queue holds %u lists and %u more do not fit in its %u places; wait for a ticket first",
+        QUEUE_ENTRIES - room, needed, QUEUE_ENTRIES);
 }
 
 uint64_t lily_completed(lily_device *d) { return atomic_load(&d->completed); }
@@ -284,7 +291,8 @@ double lily_seconds(lily_device *d, uint64_t ticket) {
     if (forked(d)) return seconds;
     pthread_mutex_lock(&d->mutex);
     const uint64_t completed = atomic_load(&d->completed);
-    if (ticket && ticket <= completed && completed - ticket < TIMED_TICKETS) seconds = d->seconds[ticket % TIMED_TICKETS];
+    if (ticket && ticket <= completed && completed - ticket < TIMED_TICKETS)
+        seconds = d->seconds[ticket % TIMED_TICKETS];
     pthread_mutex_unlock(&d->mutex);
     return seconds;
 }

@@ -14,6 +14,7 @@
 #include "sample.h"
 
 // Name, and the least number of groups that are worth a thread's while.
+// clang-format off
 #define ENTRY(name, grain) {#name, kernel_##name, grain},
 const cpu_entry KERNELS[] = {
     ENTRY(embed, 4)
@@ -58,3 +59,4 @@ const cpu_entry KERNELS[] = {
     ENTRY(score_rows, 1)
     {NULL, NULL, 0},
 };
+// clang-format on

@@ -16,14 +16,8 @@ static const struct {
     int32_t allowed[4]; // ends with 0
     int32_t least;
 } CONSTANTS[] = {
-    {"bits", {4, 8}, 0},
-    {"shared_bits", {4, 8}, 0},
-    {"group", {32, 64, 128}, 0},
-    {"shared_group", {32, 64, 128}, 0},
-    {"pack", {0}, 0},
-    {"fixed", {0}, 0},
-    {"coalesced", {0}, 0},
-    {"", {0}, 1}, // every other name: dimensions and counts
+    {"bits", {4, 8}, 0}, {"shared_bits", {4, 8}, 0}, {"group", {32, 64, 128}, 0}, {"shared_group", {32, 64, 128}, 0},
+    {"pack", {0}, 0}, {"fixed", {0}, 0}, {"coalesced", {0}, 0}, {"", {0}, 1}, // every other name: dimensions and counts
 };
 
 static int check_constant(const char *kernel, const char *name, int length, int32_t value) {
@@ -33,7 +27,8 @@ static int check_constant(const char *kernel, const char *name, int length, int3
     const int32_t *allowed = CONSTANTS[c].allowed;
     if (!allowed[0]) {
         if (value >= CONSTANTS[c].least) return LILY_OK;
-        return cpu_fail(LILY_EINVAL, "kernel %s: constant %.*s is %d; allowed: %d or more", kernel, length, name, value, CONSTANTS[c].least);
+        return cpu_fail(LILY_EINVAL, "kernel %s: constant %.*s is %d; allowed: %d or more", kernel, length, name, value,
+            CONSTANTS[c].least);
     }
     char list[64] = "";
     for (size_t used = 0; *allowed; allowed++) {
@@ -55,7 +50,8 @@ static int check_constants(const kernel_row *row, const int32_t *constants, uint
         name += *name == ' ';
     }
     if (seen == count) return LILY_OK;
-    return cpu_fail(LILY_EINVAL, "kernel %s takes %u constants (%s), %u were given", row->name, seen, row->constants, count);
+    return cpu_fail(
+        LILY_EINVAL, "kernel %s takes %u constants (%s), %u were given", row->name, seen, row->constants, count);
 }
 
 static const cpu_entry *find_entry(const cpu_entry *entry, const char *name) {
@@ -63,8 +59,10 @@ static const cpu_entry *find_entry(const cpu_entry *entry, const char *name) {
     return entry->name ? entry : NULL;
 }
 
-int lily_kernel_get(lily_device *device, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out) {
-    if (!device || !name || !out || (count && !constants)) return cpu_fail(LILY_EINVAL, "lily_kernel_get: an argument is null");
+int lily_kernel_get(
+    lily_device *device, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out) {
+    if (!device || !name || !out || (count && !constants))
+        return cpu_fail(LILY_EINVAL, "lily_kernel_get: an argument is null");
     *out = NULL;
     const kernel_row *row = TABLE;
     while (row->name && strcmp(row->name, name)) row++;

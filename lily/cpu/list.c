@@ -49,8 +49,8 @@ static int check_grid(const kernel_row *row, const uint32_t grid[3]) {
     uint64_t groups = grid[0];
     for (int i = 1; i < 3 && groups <= UINT32_MAX; i++) groups *= grid[i];
     if (groups >= 1 && groups <= UINT32_MAX) return LILY_OK;
-    return cpu_fail(LILY_EINVAL, "kernel %s: a grid of %u x %u x %u groups; allowed: 1 to %u", row->name, grid[0], grid[1],
-        grid[2], UINT32_MAX);
+    return cpu_fail(LILY_EINVAL, "kernel %s: a grid of %u x %u x %u groups; allowed: 1 to %u", row->name, grid[0],
+        grid[1], grid[2], UINT32_MAX);
 }
 
 static struct recorded *append(lily_list *list) {
@@ -64,8 +64,8 @@ static struct recorded *append(lily_list *list) {
     return &list->recorded[list->count++];
 }
 
-int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily_arg *args, uint32_t arg_count, const void *params,
-    uint32_t param_bytes, const uint32_t grid[3], const uint32_t threads[3], int barrier) {
+int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily_arg *args, uint32_t arg_count,
+    const void *params, uint32_t param_bytes, const uint32_t grid[3], const uint32_t threads[3], int barrier) {
     (void)threads;
     if (!list || !kernel || !args || !grid || (param_bytes && !params))
         return cpu_fail(LILY_EINVAL, "lily_list_dispatch: an argument is null");
@@ -74,8 +74,8 @@ int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily_arg *arg
     if (kernel->device != list->device)
         return cpu_fail(LILY_EINVAL, "kernel %s belongs to another device than the list", row->name);
     if (param_bytes != row->param_bytes || param_bytes > LILY_MAX_PARAM_BYTES)
-        return cpu_fail(LILY_EINVAL, "kernel %s takes %u bytes of parameters, %u were given", row->name, row->param_bytes,
-            param_bytes);
+        return cpu_fail(LILY_EINVAL, "kernel %s takes %u bytes of parameters, %u were given", row->name,
+            row->param_bytes, param_bytes);
     int code = check_args(row, args, arg_count);
     if (!code) code = check_grid(row, grid);
     if (code) return code;
@@ -108,7 +108,8 @@ int lily_list_end(lily_list *list) {
     if (list->ended) return cpu_fail(LILY_EINVAL, "this list has ended already");
     list->dispatch = calloc(list->count + 1, sizeof *list->dispatch);
     list->phase = calloc(list->count + 1, sizeof *list->phase);
-    if (!list->dispatch || !list->phase) return cpu_fail(LILY_ENOMEM, "no memory left for a list of %u dispatches", list->count);
+    if (!list->dispatch || !list->phase)
+        return cpu_fail(LILY_ENOMEM, "no memory left for a list of %u dispatches", list->count);
     const uint32_t threads = list->device->pool ? pool_threads(list->device->pool) : 1;
     for (uint32_t i = 0; i < list->count; i++) {
         struct recorded *r = &list->recorded[i];

@@ -48,11 +48,11 @@ static bool is_intel(void) {
 }
 
 uint32_t machine_features(void) {
-    enum { FMA = 1u << 12, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29 };                // leaf 1, ecx
-    enum { AVX2 = 1u << 5 };                                                                     // leaf 7.0, ebx
-    const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;                           // F DQ BW VL
-    const uint32_t avx512bf16 = 1u << 5;                                                         // leaf 7.1, eax
-    const uint32_t amx = 1u << 22 | 1u << 24;                                                    // leaf 7.0, edx: BF16 TILE
+    enum { FMA = 1u << 12, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29 }; // leaf 1, ecx
+    enum { AVX2 = 1u << 5 };                                                      // leaf 7.0, ebx
+    const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;            // F DQ BW VL
+    const uint32_t avx512bf16 = 1u << 5;                                          // leaf 7.1, eax
+    const uint32_t amx = 1u << 22 | 1u << 24;                                     // leaf 7.0, edx: BF16 TILE
     const uint64_t ymm_state = 0x06, zmm_state = 0xe6, tile_state = 0x60000;
     uint32_t a, b, c, d, features = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return 0;

@@ -35,7 +35,8 @@ SHARED void kernel_embed(const cpu_call *call, uint32_t begin, uint32_t end, cpu
     const embed_params *p = call->params;
     const Step *step = call->arg[embed_STEP];
     const int32_t *ids = call->arg[embed_IDS];
-    const quantised w = {NULL, p->hidden, (uint32_t)call->constant[embed_C_BITS], (uint32_t)call->constant[embed_C_GROUP]};
+    const quantised w = {
+        NULL, p->hidden, (uint32_t)call->constant[embed_C_BITS], (uint32_t)call->constant[embed_C_GROUP]};
     float *x = call->arg[embed_X];
     (void)worker;
     for (uint32_t m = begin; m < end && m < (uint32_t)step->rows; m++) {
@@ -70,7 +71,8 @@ INLINE row_input prepare_row(const quantised *w, cpu_worker *worker) {
 
 INLINE void pack_one(const quantised *w, const float *x, void *panel) { pack_panel(w, &x, 1, panel); }
 
-INLINE void sweep_groups(const product *p, uint32_t begin, uint32_t end, uint32_t per_group, const void *panel, float *y) {
+INLINE void sweep_groups(
+    const product *p, uint32_t begin, uint32_t end, uint32_t per_group, const void *panel, float *y) {
     const block_range blocks = blocks_of_groups(begin, end, per_group, p->n);
     sweep_row(p, blocks.begin, blocks.end, panel, y);
 }
@@ -141,8 +143,8 @@ typedef struct {
     uint32_t rows, tile_m, tile_n;
 } gemm_rows;
 
-INLINE void gemm_blocks(const product *out, const gemm_rows *r, uint32_t first, uint32_t rows, block_range blocks,
-    cpu_worker *worker) {
+INLINE void gemm_blocks(
+    const product *out, const gemm_rows *r, uint32_t first, uint32_t rows, block_range blocks, cpu_worker *worker) {
     uint8_t *room = cpu_scratch(worker, sweep_room(out) + 2 * rows * sizeof(float *));
     const float **x = (const float **)(room + sweep_room(out));
     float **y = (float **)(x + rows);
@@ -156,8 +158,8 @@ INLINE void gemm_blocks(const product *out, const gemm_rows *r, uint32_t first, 
     sweep_rows(out, blocks.begin, blocks.end, &in, y, room);
 }
 
-INLINE void gemm_groups(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker, const product *out,
-    const gemm_rows *r) {
+INLINE void gemm_groups(
+    const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker, const product *out, const gemm_rows *r) {
     const uint32_t width = call->grid[0], height = call->grid[1];
     for (uint32_t g = begin, next; g < end; g = next) {
         const uint32_t column = g % width, row = g / width;
@@ -190,8 +192,8 @@ SHARED void kernel_gemm_f32(const cpu_call *call, uint32_t begin, uint32_t end, 
     const product out = product_of(call, gemm_f32_W, p->n, p->k, STORE);
     const float *x = call->arg[gemm_f32_X];
     float *y = call->arg[gemm_f32_Y];
-    const gemm_rows rows = {x + (size_t)p->first * p->k, p->k, y + p->column, p->pitch, left < p->limit ? left : p->limit,
-        p->tile_m, p->tile_n};
+    const gemm_rows rows = {x + (size_t)p->first * p->k, p->k, y + p->column, p->pitch,
+        left < p->limit ? left : p->limit, p->tile_m, p->tile_n};
     gemm_groups(call, begin, end, worker, &out, &rows);
 }
 
@@ -199,8 +201,8 @@ SHARED void kernel_gemm_swiglu(const cpu_call *call, uint32_t begin, uint32_t en
     const gemm_swiglu_params *p = call->params;
     const Step *step = call->arg[gemm_swiglu_STEP];
     const product out = product_of(call, gemm_swiglu_W, p->n, p->k, SWIGLU);
-    const gemm_rows rows = {call->arg[gemm_swiglu_X], p->k, call->arg[gemm_swiglu_Y], p->n, (uint32_t)step->rows, p->tile_m,
-        p->tile_n};
+    const gemm_rows rows = {
+        call->arg[gemm_swiglu_X], p->k, call->arg[gemm_swiglu_Y], p->n, (uint32_t)step->rows, p->tile_m, p->tile_n};
     gemm_groups(call, begin, end, worker, &out, &rows);
 }
 
@@ -208,8 +210,8 @@ SHARED void kernel_gemm_residual(const cpu_call *call, uint32_t begin, uint32_t 
     const gemm_residual_params *p = call->params;
     const Step *step = call->arg[gemm_residual_STEP];
     const product out = product_of(call, gemm_residual_W, p->n, p->k, ADD);
-    const gemm_rows rows = {call->arg[gemm_residual_Y], p->k, call->arg[gemm_residual_X], p->n, (uint32_t)step->rows,
-        p->tile_m, p->tile_n};
+    const gemm_rows rows = {
+        call->arg[gemm_residual_Y], p->k, call->arg[gemm_residual_X], p->n, (uint32_t)step->rows, p->tile_m, p->tile_n};
     gemm_groups(call, begin, end, worker, &out, &rows);
 }
 

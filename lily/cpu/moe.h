@@ -55,7 +55,8 @@ SHARED void kernel_moe_gate_up(const cpu_call *call, uint32_t begin, uint32_t en
 #define DOWN_BLOCKS 64 // of outputs that are summed over the experts at a time: long runs in each expert
 
 // sums[b] += weight·(W·x) for `count` blocks from `first` on.
-INLINE void add_expert_blocks(const quantised *w, uint32_t first, uint32_t count, const void *panel, float weight, lanes *sums) {
+INLINE void add_expert_blocks(
+    const quantised *w, uint32_t first, uint32_t count, const void *panel, float weight, lanes *sums) {
     for (uint32_t b = 0; b < count; b += 2) {
         lanes out[2];
         if (b + 1 < count)
@@ -63,11 +64,13 @@ INLINE void add_expert_blocks(const quantised *w, uint32_t first, uint32_t count
         else
             tile_one(w, block_at(w, first + b), panel, out);
         for (uint32_t i = 0; i < 2 && b + i < count; i++)
-            for (int v = 0; v < LANES / VL; v++) sums[b + i].part[v] = add_expert(sums[b + i].part[v], weight, out[i].part[v]);
+            for (int v = 0; v < LANES / VL; v++)
+                sums[b + i].part[v] = add_expert(sums[b + i].part[v], weight, out[i].part[v]);
     }
 }
 
-INLINE void add_shared_block(lanes sum, float gate, const quantised *w, uint32_t block, const void *panel, uint32_t n, float *x) {
+INLINE void add_shared_block(
+    lanes sum, float gate, const quantised *w, uint32_t block, const void *panel, uint32_t n, float *x) {
     const uint32_t left = n - block * BLOCK_ROWS, count = left < BLOCK_ROWS ? left : BLOCK_ROWS;
     float row[BLOCK_ROWS] = {0};
     lanes shared;
@@ -84,7 +87,8 @@ SHARED void kernel_moe_down(const cpu_call *call, uint32_t begin, uint32_t end, 
     const quantised shared = {call->arg[moe_down_W_SHARED], p->ks, (uint32_t)call->constant[moe_down_C_SHARED_BITS],
         (uint32_t)call->constant[moe_down_C_SHARED_GROUP]};
     const uint8_t *experts = w.data;
-    const float *act = call->arg[moe_down_ACT], *weights = call->arg[moe_down_WEIGHTS], *logits = call->arg[moe_down_LOGITS];
+    const float *act = call->arg[moe_down_ACT], *weights = call->arg[moe_down_WEIGHTS],
+                *logits = call->arg[moe_down_LOGITS];
     const int32_t *ids = call->arg[moe_down_IDS];
     const size_t pitch = panel_bytes(&w, 1);
     int ready;
@@ -162,7 +166,8 @@ INLINE void expert_groups(const cpu_call *call, uint32_t begin, uint32_t end, cp
     product out = product_of(call, moe_gemm_down_W, p->n, p->k, gate_up ? SWIGLU : STORE);
     const uint8_t *experts = out.w.data;
     const size_t expert_bytes = (gate_up ? 2 : 1) * padded_bytes(&out.w, p->n);
-    const expert_rows rows = {call->arg[moe_gemm_down_X], call->arg[moe_gemm_down_Y], call->arg[moe_gemm_down_ORDER], p->active, gate_up};
+    const expert_rows rows = {
+        call->arg[moe_gemm_down_X], call->arg[moe_gemm_down_Y], call->arg[moe_gemm_down_ORDER], p->active, gate_up};
     const uint32_t width = call->grid[0];
     for (uint32_t g = begin, next; g < end; g = next) {
         const uint32_t x = g % width, tile = g / width;
@@ -188,12 +193,15 @@ SHARED void kernel_moe_gemm_down(const cpu_call *call, uint32_t begin, uint32_t 
     expert_groups(call, begin, end, worker, false);
 }
 
-SHARED void combine_row(const float *y, const float *weights, uint32_t active, float gate, const float *shared, uint32_t n, float *x) {
+SHARED void combine_row(
+    const float *y, const float *weights, uint32_t active, float gate, const float *shared, uint32_t n, float *x) {
     for (uint32_t c = 0; c < n; c += VL) {
         const uint32_t left = n - c < VL ? n - c : VL;
         vf sum = vf_set(0);
-        for (uint32_t a = 0; a < active; a++) sum = add_expert(sum, weights[a], vf_load_part(y + (size_t)a * n + c, left, 0));
-        vf_store_part(x + c, left, add_shared(sum, gate, vf_load_part(shared + c, left, 0), vf_load_part(x + c, left, 0)));
+        for (uint32_t a = 0; a < active; a++)
+            sum = add_expert(sum, weights[a], vf_load_part(y + (size_t)a * n + c, left, 0));
+        vf_store_part(
+            x + c, left, add_shared(sum, gate, vf_load_part(shared + c, left, 0), vf_load_part(x + c, left, 0)));
     }
 }
 

@@ -74,7 +74,8 @@ static void *grow(scratch *s, size_t bytes) {
         s->bytes = bytes + bytes / 2;
         s->memory = aligned(s->bytes);
         if (!s->memory) {
-            fprintf(stderr, "lily: no memory left for %zu bytes of kernel scratch; use a smaller context or chunk\n", s->bytes);
+            fprintf(stderr, "lily: no memory left for %zu bytes of kernel scratch; use a smaller context or chunk\n",
+                s->bytes);
             abort();
         }
     }

@@ -99,8 +99,8 @@ INLINE lanes field(lane_words w, uint32_t mask) {
     return a;
 }
 
-INLINE void tile_float(const quantised *q, int bits, const uint8_t *w, size_t stride, int blocks, const float *x, int rows,
-    lanes *out) {
+INLINE void tile_float(
+    const quantised *q, int bits, const uint8_t *w, size_t stride, int blocks, const float *x, int rows, lanes *out) {
     const uint32_t words = q->group * (uint32_t)bits / 32, groups = q->k / q->group;
     const float *sums = x + (size_t)q->k * (uint32_t)rows;
     UNROLL
@@ -128,15 +128,16 @@ INLINE void tile_float(const quantised *q, int bits, const uint8_t *w, size_t st
             }
         }
         UNROLL
-        for (int b = 0; b < blocks; b++) close_group(w + (size_t)b * stride, 0, rows, part + b * rows, sums, out + b * rows);
+        for (int b = 0; b < blocks; b++)
+            close_group(w + (size_t)b * stride, 0, rows, part + b * rows, sums, out + b * rows);
     }
 }
 
 #if TILE_BF16 && !TILE_AMX
 // As tile_float for 4 bits.  A word's 16-bit halves hold columns 8j..8j+3 and 8j+4..8j+7; the table lookup, which uses
 // the low five bits of its index, turns nibble n of both into bf16 for one step of the pairwise dot product.
-INLINE void tile_bf16(const quantised *q, const uint8_t *w, size_t stride, int blocks, const uint32_t *x, int rows,
-    lanes *out) {
+INLINE void tile_bf16(
+    const quantised *q, const uint8_t *w, size_t stride, int blocks, const uint32_t *x, int rows, lanes *out) {
     const __m512i table = nibble_table();
     const uint32_t words = q->group / 8, groups = q->k / q->group;
     const float *sums = (const float *)(x + (size_t)q->k / 2 * (uint32_t)rows);
@@ -172,13 +173,14 @@ INLINE void tile_bf16(const quantised *q, const uint8_t *w, size_t stride, int b
             }
         }
         UNROLL
-        for (int b = 0; b < blocks; b++) close_group(w + (size_t)b * stride, 0, rows, part + b * rows, sums, out + b * rows);
+        for (int b = 0; b < blocks; b++)
+            close_group(w + (size_t)b * stride, 0, rows, part + b * rows, sums, out + b * rows);
     }
 }
 #endif
 
-INLINE void tile_any(const quantised *q, const uint8_t *w, size_t stride, int blocks, const void *panel, int rows,
-    lanes *out) {
+INLINE void tile_any(
+    const quantised *q, const uint8_t *w, size_t stride, int blocks, const void *panel, int rows, lanes *out) {
 #if TILE_BF16 && !TILE_AMX
     if (q->bits == 4) return tile_bf16(q, w, stride, blocks, panel, rows, out);
 #elif !TILE_AMX
@@ -238,8 +240,9 @@ INLINE void open_block(const quantised *q, const uint8_t *w, void *room) {
     (void)q, (void)w, (void)room;
 }
 
-// One block, opened, against all rows of a panel.
-SHARED void tile_rows(const quantised *q, const uint8_t *w, const void *opened, const void *panel, uint32_t rows, lanes *out) {
+// One block against all rows of a panel; `opened` may be null.
+SHARED void tile_rows(
+    const quantised *q, const uint8_t *w, const void *opened, const void *panel, uint32_t rows, lanes *out) {
     (void)opened;
 #if TILE_AMX
     if (q->bits == 4) {
@@ -249,7 +252,9 @@ SHARED void tile_rows(const quantised *q, const uint8_t *w, const void *opened, 
 #endif
     switch (rows) {
 #define ROWS(r) \
-    case r: tile_any(q, w, 0, 1, panel, r, out); break;
+    case r: \
+        tile_any(q, w, 0, 1, panel, r, out); \
+        break;
         ROWS(1)
         ROWS(2)
 #if PANEL_ROWS > 2

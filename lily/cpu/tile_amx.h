@@ -76,9 +76,9 @@ INLINE void amx_pack_row(const quantised *w, const float *x, uint32_t rows, uint
     }
 }
 
-// One group's words as pairs of bf16, 1 KiB for 32 columns.  A nibble in the upper mantissa bits of 16 is 16 + q: two
-// instructions that any vector port runs.  (A table of 0..15, as in tile_bf16, takes twice the port time here.)  The 16
-// is taken out again with Σ x.
+// One group's words as pairs of bf16, 1 KiB for 32 columns.  A nibble in the upper mantissa bits of 16 is 16 + q: a shift
+// and a logical operation.  (The lookup of tile_bf16 costs two operations where there is AMX, and a shift as well.)  The
+// 16 is taken out again with Σ x.
 #define AMX_OFFSET 16.0f
 
 INLINE __m512i amx_pairs(__m512i shifted) {
@@ -100,11 +100,12 @@ INLINE size_t amx_block_bytes(const quantised *q) { return (size_t)q->k * BLOCK_
 
 INLINE void amx_unpack_block(const quantised *q, const uint8_t *w, uint8_t *to) {
     const uint32_t words = q->group / 8;
-    for (uint32_t g = 0; g < q->k / q->group; g++, w += words * WORD_BYTES + GROUP_BYTES, to += q->group * BLOCK_ROWS * 2)
+    for (uint32_t g = 0; g < q->k / q->group;
+         g++, w += words * WORD_BYTES + GROUP_BYTES, to += q->group * BLOCK_ROWS * 2)
         amx_unpack(w, words, to);
 }
 
-// Memory of amx_row.  Loads whose address agrees in the last 12 bits with a store under way are held up, so the two
+// Memory of one pass.  Loads whose address agrees in the last 12 bits with a store under way are held up, so the two
 // slots lie in different halves of a page.
 typedef struct {
     _Alignas(4096) uint8_t unpacked[2][2 * AMX_BYTES];
@@ -112,8 +113,8 @@ typedef struct {
 } amx_slots;
 
 // Adds step s of the row to its batch; a batch ends with `last`.
-INLINE void amx_multiply_step(const uint8_t *x, const uint8_t *unpacked, uint32_t tiles, uint32_t s, bool last,
-    amx_slots *slots) {
+INLINE void amx_multiply_step(
+    const uint8_t *x, const uint8_t *unpacked, uint32_t tiles, uint32_t s, bool last, amx_slots *slots) {
     if (s % AMX_BATCH == 0) _tile_zero(BATCH_SUMS);
     for (uint32_t c = 0; c < tiles; c++) {
         _tile_loadd(BATCH, x + c * AMX_BATCH * AMX_ROW_BYTES, AMX_ROW_BYTES);
@@ -140,12 +141,13 @@ INLINE void amx_close_step(const quantised *q, uint32_t s, uint32_t per_group, c
 
 // A block against one row.  Tile registers are filled from memory, where what was just stored cannot be had at once; so
 // a step is multiplied after the next one has been unpacked, and closed a batch later.
-INLINE void amx_row_of(const quantised *q, uint32_t columns, uint32_t per_group, const uint8_t *w, const uint8_t *x,
-    lanes *out) {
+INLINE void amx_row_of(
+    const quantised *q, uint32_t columns, uint32_t per_group, const uint8_t *w, const uint8_t *x, lanes *out) {
     amx_slots slots;
     const uint32_t steps = q->k / columns;
     const uint32_t words = columns / 8, tiles = columns / AMX_COLUMNS, x_pitch = columns * 2 * AMX_BATCH;
-    amx_closing closing = {w + q->group / 8 * WORD_BYTES, (const float *)(x + (size_t)steps * x_pitch), lanes_set(0), lanes_set(0)};
+    amx_closing closing = {
+        w + q->group / 8 * WORD_BYTES, (const float *)(x + (size_t)steps * x_pitch), lanes_set(0), lanes_set(0)};
     UNROLL_BATCH
     for (uint32_t s = 0; s < steps + AMX_BATCH + 1; s++) {
         if (s < steps) {
@@ -155,7 +157,8 @@ INLINE void amx_row_of(const quantised *q, uint32_t columns, uint32_t per_group,
         }
         if (s >= AMX_BATCH + 1) amx_close_step(q, s - AMX_BATCH - 1, per_group, &slots, &closing);
         if (s >= 1 && s <= steps)
-            amx_multiply_step(x + (size_t)(s - 1) * x_pitch, slots.unpacked[(s - 1) % 2], tiles, s - 1, s == steps, &slots);
+            amx_multiply_step(
+                x + (size_t)(s - 1) * x_pitch, slots.unpacked[(s - 1) % 2], tiles, s - 1, s == steps, &slots);
     }
     *out = closing.total;
 }
@@ -165,31 +168,55 @@ INLINE void amx_row(const quantised *q, const uint8_t *w, const uint8_t *x, lane
     amx_row_of(q, amx_step(q), q->group / amx_step(q), w, x, out);
 }
 
-// An unpacked block against a panel of up to 16 rows; w is the packed block, for its scales.
-INLINE void amx_rows(const quantised *q, const uint8_t *w, const uint8_t *unpacked, const uint8_t *x, lanes *out) {
+// sums = Σ x·q of a step for 16 rows.
+INLINE void amx_multiply_rows(const uint8_t *x, const uint8_t *unpacked, uint32_t tiles, lanes *sums) {
+    _tile_zero(SUMS);
+    for (uint32_t c = 0; c < tiles; c++) {
+        _tile_loadd(ROWS, x + c * AMX_BYTES, AMX_ROW_BYTES);
+        _tile_loadd(WEIGHTS, unpacked + c * AMX_BYTES, AMX_ROW_BYTES);
+        _tile_dpbf16ps(SUMS, ROWS, WEIGHTS);
+    }
+    _tile_stored(SUMS, sums, AMX_ROW_BYTES);
+}
+
+// A block against a panel of up to 16 rows, in steps as in amx_row.  `opened` is the unpacked block where there is one.
+INLINE void amx_rows_of(const quantised *q, uint32_t columns, uint32_t per_group, const uint8_t *w,
+    const uint8_t *opened, const uint8_t *x, lanes *out) {
+    amx_slots slots;
     _Alignas(64) lanes part[2][AMX_ROWS];
-    const uint32_t tiles = amx_step(q) / AMX_COLUMNS, per_group = q->group / amx_step(q);
+    const uint32_t steps = q->k / columns, words = columns / 8, tiles = columns / AMX_COLUMNS;
+    const uint32_t group_bytes = per_group * words * WORD_BYTES + GROUP_BYTES;
+    const uint8_t *scales = w + per_group * words * WORD_BYTES;
     const float *sums = (const float *)(x + (size_t)q->k * 2 * AMX_ROWS);
     lanes total[AMX_ROWS];
     UNROLL
     for (int m = 0; m < AMX_ROWS; m++) total[m] = lanes_set(0);
-    for (uint32_t g = 0; g < q->k / q->group; g++, sums += AMX_ROWS) {
-        for (uint32_t h = 0; h < per_group; h++) {
-            _tile_zero(SUMS);
-            for (uint32_t c = 0; c < tiles; c++, x += AMX_BYTES, unpacked += AMX_BYTES) {
-                _tile_loadd(ROWS, x, AMX_ROW_BYTES);
-                _tile_loadd(WEIGHTS, unpacked, AMX_ROW_BYTES);
-                _tile_dpbf16ps(SUMS, ROWS, WEIGHTS);
-            }
-            _tile_stored(SUMS, part[(g + h) % 2], AMX_ROW_BYTES);
+    for (uint32_t s = 0; s < steps + 2; s++) {
+        if (!opened && s < steps) {
+            prefetch_weights(w, words * WORD_BYTES + GROUP_BYTES);
+            amx_unpack(w, words, slots.unpacked[s % 2]);
+            w += words * WORD_BYTES + ((s + 1) % per_group ? 0 : GROUP_BYTES);
         }
-        for (int m = 0; per_group == 2 && m < AMX_ROWS; m++) part[g % 2][m] = lanes_add(part[g % 2][m], part[(g + 1) % 2][m]);
-        w += q->group / 8 * WORD_BYTES;
-        close_group(w, AMX_OFFSET, AMX_ROWS, part[g % 2], sums, total);
-        w += GROUP_BYTES;
+        if (s >= 2 && (s - 1) % per_group == 0) {
+            for (int m = 0; per_group == 2 && m < AMX_ROWS; m++) part[1][m] = lanes_add(part[0][m], part[1][m]);
+            close_group(scales, AMX_OFFSET, AMX_ROWS, part[s % 2], sums, total);
+            scales += group_bytes;
+            sums += AMX_ROWS;
+        }
+        if (s >= 1 && s <= steps) {
+            const uint8_t *unpacked =
+                opened ? opened + (size_t)(s - 1) * tiles * AMX_BYTES : slots.unpacked[(s - 1) % 2];
+            amx_multiply_rows(x + (size_t)(s - 1) * tiles * AMX_BYTES, unpacked, tiles, part[(s - 1) % 2]);
+        }
     }
     UNROLL
     for (int m = 0; m < AMX_ROWS; m++) out[m] = total[m];
+}
+
+INLINE void amx_rows(const quantised *q, const uint8_t *w, const uint8_t *opened, const uint8_t *x, lanes *out) {
+    if (q->group == 64)
+        return opened ? amx_rows_of(q, 64, 1, w, opened, x, out) : amx_rows_of(q, 64, 1, w, NULL, x, out);
+    amx_rows_of(q, amx_step(q), q->group / amx_step(q), w, opened, x, out);
 }
 
 #undef SUMS

@@ -90,8 +90,7 @@ INLINE void close_group(
     lanes bias = lanes_bf16(scales + 2 * BLOCK_ROWS);
     if (offset != 0) bias = lanes_fma(scale, lanes_set(-offset), bias);
     UNROLL
-    for (int m = 0; m < rows; m++)
-        total[m] = lanes_fma(bias, lanes_set(sums[m]), lanes_fma(scale, part[m], total[m]));
+    for (int m = 0; m < rows; m++) total[m] = lanes_fma(bias, lanes_set(sums[m]), lanes_fma(scale, part[m], total[m]));
 }
 
 #if TILE_BF16

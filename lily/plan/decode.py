@@ -6,14 +6,18 @@ Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
 
 from __future__ import annotations
 
+from lily.config import ModelConfig
+from lily.errors import CheckpointError
 from lily.plan import ablations, prefill
 from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View
+from lily.policy import Policy
 from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
 
 
 def decode_plan(b: Builder) -> Plan:
     """One token: ids.in[0] at step.in → its last hidden vector in ``hidden``, state.out and the KV cache."""
+    check_shapes(b.config, b.policy)
     x = b.fixed("hidden")
     prefill.embed(b, x)
     for i, w in enumerate(b.weights.layers):
@@ -26,16 +30,37 @@ def decode_plan(b: Builder) -> Plan:
     return b.finish("decode")
 
 
+def check_shapes(c: ModelConfig, p: Policy) -> None:
+    """CheckpointError for what the GPU kernels are not written for."""
+    if p.layout != "rows":
+        return
+    dk, dv = c.linear_key_head_dim, c.linear_value_head_dim
+    limits = (
+        (c.head_dim in (64, 128, 256), f"head_dim {c.head_dim}", "64, 128 or 256"),
+        (dk in (16, 32, 64, 128, 256), f"linear_key_head_dim {dk}", "16, 32, 64, 128 or 256"),
+        (dv % 16 == 0 and dv <= 256, f"linear_value_head_dim {dv}", "multiples of 16 up to 256"),
+        (groups(dk, 32) * groups(dv, 32) <= 16, f"GDN heads of {dk} by {dv}", "16,384 elements of state a head"),
+        (c.linear_num_value_heads % 2 == 0, f"{c.linear_num_value_heads} value heads", "an even number"),
+        (c.num_experts <= 256, f"{c.num_experts} experts", "256"),
+        (c.experts_per_token <= 32, f"{c.experts_per_token} experts per token", "32"),
+        (c.conv_kernel <= 8, f"{c.conv_kernel} convolution taps", "8"),
+    )
+    for fine, seen, allowed in limits:
+        if not fine:
+            raise CheckpointError(f"the model has {seen}; the GPU kernels allow {allowed}. Use --device cpu.")
+
+
 def norm_projection(
     b: Builder, x: View, norm: Dense, segments: tuple[Matrix, ...], y: View, *, f32: bool = False
 ) -> None:
     """y = W·rmsnorm(x): one dispatch, or one per segment of differing quantisation, on the same level."""
     size = 4 if f32 else b.act_bytes
     for w in segments:
+        rows, threads = b.policy.gemv_shape(w.n, w.k)
         b.dispatch(
-            "gemv_norm_f32" if f32 else "gemv_norm", (groups(w.n, b.policy.gemv_rows),), b.policy.gemv_threads,
+            "gemv_norm_f32" if f32 else "gemv_norm", (groups(w.n, rows),), threads,
             label=w.parts[0].module.split(".")[-1], x=x, norm=norm, w=w, y=y.part(w.column * size, w.n * size),
-            params={"n": w.n, "k": w.k, "eps": b.config.rms_norm_eps, "rows_per_group": b.policy.gemv_rows},
+            params={"n": w.n, "k": w.k, "eps": b.config.rms_norm_eps, "rows_per_group": rows},
             constants=w.constants,
         )  # fmt: skip
 
@@ -50,16 +75,21 @@ def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
         prefill.gdn_mix(b, layer, w, proj, y, pitch)
     else:
         b.dispatch(
-            "gdn_step", (c.linear_num_value_heads,), 1024, proj=proj, conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
-            norm=w.head_norm, conv_in=conv_in, conv_out=conv_out, s_in=s_in, s_out=s_out, y=y,
+            "gdn_step", (c.linear_num_value_heads,), step_threads(c), proj=proj, conv_w=w.conv, a_log=w.a_log,
+            dt_bias=w.dt_bias, norm=w.head_norm, conv_in=conv_in, conv_out=conv_out, s_in=s_in, s_out=s_out, y=y,
             params={"pitch": pitch, "eps": c.rms_norm_eps}, constants=prefill.gdn_heads(c, taps=True),
         )  # fmt: skip
+    rows, threads = b.policy.gemv_shape(c.hidden_size, c.value_dim)
     b.dispatch(
-        "gemv_residual", (groups(c.hidden_size, b.policy.gemv_rows),), b.policy.gemv_threads, label="out_proj",
-        y=y, w=w.out_proj, x=x,
-        params={"n": c.hidden_size, "k": c.value_dim, "rows_per_group": b.policy.gemv_rows},
+        "gemv_residual", (groups(c.hidden_size, rows),), threads, label="out_proj", y=y, w=w.out_proj, x=x,
+        params={"n": c.hidden_size, "k": c.value_dim, "rows_per_group": rows},
         constants=w.out_proj.constants,
     )  # fmt: skip
+
+
+def step_threads(c: ModelConfig) -> int:
+    """Threads of gdn_step on a GPU: a simdgroup holds 32 by 32 elements of the state (gdn_place)."""
+    return min(512, 32 * groups(c.linear_key_head_dim, 32) * groups(c.linear_value_head_dim, 32))
 
 
 def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
@@ -83,13 +113,14 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
             params={"pitch": pitch, "eps": c.rms_norm_eps, "piece": piece}, constants=heads,
         )  # fmt: skip
     b.dispatch(
-        "attn_combine", (hq,), d, step=b.fixed("step.in"), part_o=part_o, part_ml=part_ml, o=o,
+        "attn_combine", (hq,), min(1024, 4 * d), step=b.fixed("step.in"), part_o=part_o, part_ml=part_ml, o=o,
         params={"piece": piece}, constants={"hq": hq, "dim": d},
     )  # fmt: skip
+    rows, threads = p.gemv_shape(c.hidden_size, hq * d)
     b.dispatch(
-        "gemv_gated_residual", (groups(c.hidden_size, p.gemv_rows),), p.gemv_threads, label="o_proj",
+        "gemv_gated_residual", (groups(c.hidden_size, rows),), threads, label="o_proj",
         o=o, proj=proj, w=w.out_proj, x=x,
-        params={"n": c.hidden_size, "k": hq * d, "dim": d, "rows_per_group": p.gemv_rows},
+        params={"n": c.hidden_size, "k": hq * d, "dim": d, "rows_per_group": rows},
         constants=w.out_proj.constants,
     )  # fmt: skip
 
@@ -102,22 +133,24 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
     logits, shared = b.f32("router", e + 1), b.act("shared", ns)
     act, ids, weights = b.act("expert_act", a, n), b.i32("ids", a), b.f32("weights", a)
     norm_projection(b, x, w.norm, w.router, logits, f32=True)
+    rows, threads = p.gemv_shape(ns, h, pair=True)
     b.dispatch(
-        "gemv_norm_swiglu", (groups(ns, p.gemv_rows),), p.gemv_threads, label="shared_gate_up",
+        "gemv_norm_swiglu", (groups(ns, rows),), threads, label="shared_gate_up",
         x=x, norm=w.norm, w=w.shared_gate_up, y=shared,
-        params={"n": ns, "k": h, "eps": c.rms_norm_eps, "rows_per_group": p.gemv_rows},
+        params={"n": ns, "k": h, "eps": c.rms_norm_eps, "rows_per_group": rows},
         constants=w.shared_gate_up.constants,
     )  # fmt: skip
     if p.off("expert-fusion"):
         ablations.routed_experts(b, w, x, logits, act, ids, weights)
     else:
+        rows, threads = p.gemv_shape(n, h, pair=True, matrices=a)
         b.dispatch(
-            "moe_gate_up", (groups(n, p.moe_rows), a), p.gemv_threads,
+            "moe_gate_up", (groups(n, rows), a), threads,
             x=x, norm=w.norm, logits=logits, w=w.gate_up.view.using(a * w.gate_up.expert_bytes),
             act=act, ids=ids, weights=weights,
             params={
                 "n": n, "k": h, "eps": c.rms_norm_eps, "experts": e, "active": a, "renorm": c.norm_topk_prob,
-                "rows_per_group": p.moe_rows,
+                "rows_per_group": rows,
             },
             constants=w.gate_up.constants,
         )  # fmt: skip
@@ -125,10 +158,11 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
         ablations.combined_experts(b, w, x, logits, act, ids, weights, shared)
         return
     down, shared_down = w.down.constants, w.shared_down.constants
+    rows, threads = p.moe_down_shape(a)
     b.dispatch(
-        "moe_down", (groups(h, p.moe_rows),), p.gemv_threads,
+        "moe_down", (groups(h, rows),), threads,
         act=act, ids=ids, weights=weights, logits=logits, w=w.down.view.using(a * w.down.expert_bytes),
         shared=shared, w_shared=w.shared_down, x=x,
-        params={"n": h, "k": n, "ks": ns, "experts": e, "active": a, "rows_per_group": p.moe_rows},
+        params={"n": h, "k": n, "ks": ns, "experts": e, "active": a, "rows_per_group": rows},
         constants={**down, "shared_bits": shared_down["bits"], "shared_group": shared_down["group"]},
     )  # fmt: skip

@@ -132,18 +132,21 @@ def gdn_mix(b: Builder, layer: int, w: GdnWeights, proj: View, y: View, pitch: i
     c, m, step = b.config, b.rows, b.fixed("step.in")
     heads = gdn_heads(c)
     hk, hv, dk, dv = heads.values()
+    scan, parts = "gdn_scan", groups(dv, b.policy.scan_columns)
+    if b.policy.off("register-scan"):
+        scan, parts = "gdn_scan_blocked", 1
     o = b.act("scan", m, hv, dv)
     q, k, v = b.act("q", m, hk, dk), b.act("k", m, hk, dk), b.act("v", m, hv, dv)
     gate, beta = b.f32("gate", m, hv), b.f32("beta", m, hv)
     (conv_in, s_in), (conv_out, s_out) = b.state.views(layer, "in"), b.state.views(layer, "out")
     b.dispatch(
-        "gdn_conv", (hk, m), 256, step=step, proj=proj, conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
+        "gdn_conv", (hk, groups(m, b.policy.conv_rows)), min(256, 32 * (2 + hv // hk)), step=step, proj=proj,
+        conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
         conv_in=conv_in, conv_out=conv_out, q=q, k=k, v=v, gate=gate, beta=beta,
         params={"pitch": pitch}, constants=gdn_heads(c, taps=True),
     )  # fmt: skip
     b.dispatch(
-        "gdn_scan_blocked" if b.policy.off("register-scan") else "gdn_scan", (hv,), 1024,
-        step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
+        scan, (hv, parts), 128, step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
         constants=heads,
     )  # fmt: skip
     b.dispatch(

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller of Engine sees: replies, streams, threads, stop strings and stop ids.
+
+Sampling is in test_engine_sampling.py, limits and errors in test_engine_limits.py, reuse in test_engine_exact.py,
+conversations in test_engine_sessions.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from engine_harness import TINY, open_engine, runner_of
+
+from lily.engine import Engine, StreamChunk
+from lily.errors import InvalidRequestError
+
+PROMPT = "Once upon a time"
+IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
+
+
+@pytest.fixture(scope="module")
+def story() -> Iterator[Engine]:
+    """The embedded model: replies are real text."""
+    with open_engine(None, max_context=1024) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Engine]:
+    """A small model with random weights: every logit counts."""
+    with open_engine(TINY, max_context=2048) as engine:
+        yield engine
+
+
+# ---- replies and streams --------------------------------------------------------------------------------------------
+
+
+def test_completion_accounts_for_every_token(story):
+    reply = story.generate(PROMPT, max_tokens=30, temperature=0)
+    assert reply.prompt_tokens == len(story.tokenizer.encode(PROMPT))
+    assert reply.completion_tokens == len(reply.token_ids) == 30
+    assert reply.finish_reason == "length"
+    assert reply.text == story.tokenizer.decode(reply.token_ids)
+    assert reply.logprobs is None
+    t = reply.timings
+    assert min(t.prompt_seconds, t.generation_seconds, t.prompt_tokens_per_second, t.generation_tokens_per_second) > 0
+
+
+def test_prompt_may_be_text_or_ids(story):
+    replies = [
+        story.generate(prompt, max_tokens=5, temperature=0)
+        for prompt in (PROMPT, story.tokenizer.encode(PROMPT), np.array(story.tokenizer.encode(PROMPT)))
+    ]
+    assert len({tuple(r.token_ids) for r in replies}) == 1
+
+
+def test_stream_joined_is_the_completion(story):
+    chunks = list(story.stream(PROMPT, max_tokens=40, temperature=0.9, seed=3, logprobs=2))
+    whole = story.generate(PROMPT, max_tokens=40, temperature=0.9, seed=3, logprobs=2)
+    assert "".join(c.text for c in chunks) == whole.text
+    assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+    assert [p for c in chunks for p in c.logprobs or []] == whole.logprobs
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert all(c.completion is None for c in chunks[:-1])
+    last = chunks[-1]
+    assert last.completion is not None
+    assert last.finish_reason == last.completion.finish_reason == whole.finish_reason
+    assert last.completion.text == whole.text
+
+
+def test_text_comes_as_it_is_written(story):
+    """Each chunk is there before the next step's token is asked for, and text is not saved up for the end."""
+    stream = story.stream(PROMPT, max_tokens=40, temperature=0)
+    early = [next(stream).text for _ in range(10)]
+    stream.close()
+    assert len("".join(early)) > 15
+
+
+def test_closing_a_stream_stops_the_device(tiny):
+    stream = tiny.stream(IDS, max_tokens=1000, seed=1, ignore_eos=True)
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    r = runner_of(tiny)
+    assert r._pipeline.in_flight == 0
+    assert len(r.tokens) <= len(IDS) + 3 + 2  # what was read, and two steps that were under way
+    before = r._outputs.copy()
+    time.sleep(0.05)
+    assert (r._outputs == before).all()
+
+
+def test_abandoned_stream_frees_the_engine(tiny):
+    want = tiny.generate(IDS, max_tokens=5, temperature=0).token_ids
+
+    def read_two() -> list[StreamChunk]:
+        stream = tiny.stream(IDS, max_tokens=50, seed=1)
+        return [next(stream), next(stream)]
+
+    read_two()
+    gc.collect()
+    assert tiny.generate(IDS, max_tokens=5, temperature=0).token_ids == want
+
+
+def test_second_stream_of_a_thread_is_a_clear_error(tiny):
+    first = tiny.stream(IDS, max_tokens=50, seed=1)
+    next(first)
+    for call in (lambda: tiny.generate([1], max_tokens=1), lambda: tiny.score([1, 2]), lambda: next(tiny.stream([1]))):
+        with pytest.raises(InvalidRequestError, match="unfinished stream"):
+            call()
+    assert next(first).token_ids  # still alive
+    first.close()
+    assert tiny.generate([1], max_tokens=1).completion_tokens == 1
+
+
+def test_cancelling_from_another_thread(tiny):
+    """The reader gets no more chunks and no completion; the next request is right."""
+    want = tiny.generate(IDS, max_tokens=5, temperature=0).token_ids
+    stream = tiny.stream(IDS, max_tokens=1500, seed=1, ignore_eos=True)
+    got = [next(stream)]
+    canceller = threading.Timer(0.02, stream.cancel)
+    canceller.start()
+    got += list(stream)
+    canceller.join()
+    assert 1 <= len(got) < 1500
+    assert all(chunk.completion is None for chunk in got)
+    assert tiny.generate(IDS, max_tokens=5, temperature=0).token_ids == want
+
+
+def test_stream_that_changes_its_thread(tiny):
+    want = tiny.generate(IDS, max_tokens=9, seed=1, ignore_eos=True).token_ids
+    stream = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
+    got = [next(stream).token_ids[0]]
+    reader = threading.Thread(target=lambda: got.extend(t for _ in range(4) for t in next(stream).token_ids))
+    reader.start()
+    reader.join()
+    got += [chunk.token_ids[0] for chunk in stream]
+    assert got == want
+
+
+def test_error_raised_by_the_reader_frees_the_engine(tiny):
+    def read() -> None:
+        for _ in tiny.stream(IDS, max_tokens=50, seed=1):
+            raise KeyError("reader")
+
+    with pytest.raises(KeyError, match="reader"):
+        read()
+    assert tiny.generate([1], max_tokens=1).completion_tokens == 1
+
+
+def test_other_threads_queue(tiny):
+    """Requests of many threads, while one reads slowly, all get their own answer."""
+    prompts = [[i + 1, 2 * i + 5, 77] for i in range(8)]
+    want = [tiny.generate(p, max_tokens=12, seed=5, ignore_eos=True).token_ids for p in prompts]
+    got: dict[int, list[int]] = {}
+
+    def work(index: int) -> None:
+        got[index] = tiny.generate(prompts[index], max_tokens=12, seed=5, ignore_eos=True).token_ids
+
+    slow = tiny.stream(IDS, max_tokens=30, seed=1, ignore_eos=True)
+    next(slow)
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert not got
+    assert len(list(slow)) == 29
+    for thread in threads:
+        thread.join(30)
+    assert [got[i] for i in range(len(prompts))] == want
+
+
+# ---- stops ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unstopped(story: Engine) -> str:
+    return story.generate(PROMPT, max_tokens=80, temperature=0).text
+
+
+def _cut_at(text: str, stops: Sequence[str]) -> str:
+    found = [text.find(s) for s in stops if s in text]
+    return text[: min(found)] if found else text
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 9, 14])
+def test_stop_strings_anywhere_in_the_text(story, unstopped, length):
+    """Also over the borders of tokens: what comes out is the unstopped text cut at the first place it stands."""
+    borders = 0
+    for start in range(0, len(unstopped) - length, 11):
+        stop = unstopped[start : start + length]
+        chunks = list(story.stream(PROMPT, max_tokens=80, temperature=0, stop=stop))
+        reply = chunks[-1].completion
+        assert reply is not None
+        assert reply.text == _cut_at(unstopped, [stop]) == "".join(c.text for c in chunks)
+        assert reply.finish_reason == "stop"
+        assert stop in story.tokenizer.decode(reply.token_ids)
+        assert stop not in story.tokenizer.decode(reply.token_ids[:-1])  # it ended as soon as it could
+        borders += all(stop not in story.tokenizer.decode([t]) for t in reply.token_ids)
+    assert borders or length < 3
+
+
+def test_several_stop_strings(story, unstopped):
+    stops = [unstopped[60:64], "never in the text", unstopped[30:39], unstopped[33:35]]
+    reply = story.generate(PROMPT, max_tokens=80, temperature=0, stop=stops)
+    assert reply.text == _cut_at(unstopped, stops)
+
+
+def test_text_held_back_for_a_stop_string_comes_in_the_end(story, unstopped):
+    """The reply ends by length while its last characters might have begun a stop string."""
+    for tokens in (10, 11, 12):
+        plain = story.generate(PROMPT, max_tokens=tokens, temperature=0).text
+        held = story.generate(PROMPT, max_tokens=tokens, temperature=0, stop=plain[-2:] + "\0 not coming")
+        assert held.text == plain
+        assert held.finish_reason == "length"
+
+
+def test_stop_ids_end_the_reply_and_are_counted(tiny):
+    whole = tiny.generate(IDS, max_tokens=30, seed=2, ignore_eos=True).token_ids
+    stop = whole[6]
+    first = whole.index(stop)
+    reply = tiny.generate(IDS, max_tokens=30, seed=2, ignore_eos=True, stop_token_ids=[stop])
+    assert reply.token_ids == whole[: first + 1]
+    assert reply.completion_tokens == first + 1
+    assert reply.finish_reason == "stop"
+    assert reply.text == tiny.tokenizer.decode([t for t in whole[:first] if t not in tiny.skip_ids()])
+
+
+def test_end_of_sequence_ids_of_the_checkpoint_end_the_reply(story):
+    eos = story.info["stop_token_ids"][0]
+    reply = story.generate(PROMPT, max_tokens=50, seed=1, logit_bias={eos: 1000})
+    assert reply.token_ids == [eos]
+    assert (reply.text, reply.finish_reason) == ("", "stop")
+    reply = story.generate(PROMPT, max_tokens=5, seed=1, logit_bias={eos: 1000}, ignore_eos=True)
+    assert reply.token_ids == [eos] * 5
+    assert (reply.text, reply.finish_reason) == ("", "length")
+
+
+def test_last_allowed_token_that_is_a_stop_id_stops(tiny):
+    whole = tiny.generate(IDS, max_tokens=8, seed=2, ignore_eos=True).token_ids
+    at = max(i for i, t in enumerate(whole) if t not in whole[:i])
+    reply = tiny.generate(IDS, max_tokens=at + 1, seed=2, ignore_eos=True, stop_token_ids=[whole[at]])
+    assert (reply.finish_reason, reply.completion_tokens) == ("stop", at + 1)
+
+
+def test_reply_that_ends_inside_a_character(tiny):
+    """The first byte of a character, forced again and again: shown as U+FFFD, the last one when the reply ends."""
+    for byte, sampling in ((0xC5, {}), (0xE2, {"stop": "\0"}), (0xF0, {"stop_token_ids": [4]})):
+        id = tiny.tokenizer.token_bytes.index(bytes([byte]))
+        chunks = list(tiny.stream([1], max_tokens=3, temperature=0, logit_bias={id: 1e4}, **sampling))
+        assert [c.text for c in chunks] == ["", "\ufffd", "\ufffd" * 2]
+        assert chunks[-1].completion is not None
+        assert chunks[-1].completion.text == "\ufffd" * 3

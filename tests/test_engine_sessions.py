@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations: what is remembered, what is reused, and that reuse changes no reply.
+
+Every turn is compared with the same messages on an engine that remembers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_harness import TINY, current_state, open_engine, runner_of
+
+from lily.engine import Completion, Engine
+from lily.errors import ContextLengthError, DeviceError, InvalidRequestError
+from lily.session import Session
+
+NO_THINKING = {"enable_thinking": False}
+SYSTEM = "You are a friendly helper. You answer in one short sentence."
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a place.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+        },
+    }
+]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with open_engine(None, max_context=2048) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def cold_engine() -> Iterator[Engine]:
+    with open_engine(None, max_context=2048) as engine:
+        yield engine
+
+
+def cold_reply(engine: Engine, messages: list[dict[str, Any]], **how: Any) -> Completion:
+    runner_of(engine).reset()
+    reply = engine.chat(messages, **{**GREEDY, **how})
+    assert reply.cached_tokens == 0
+    return reply
+
+
+def send(session: Session, cold: Engine, text: str, **how: Any) -> Completion:
+    """One turn, held to the cold engine's."""
+    before = [dict(m) for m in session.messages]
+    how = {"logprobs": 3, **GREEDY, **how}
+    got = session.send(text, **how)
+    cold_how = {"template_kwargs": session.template_kwargs, **how}
+    want = cold_reply(cold, [*before, {"role": "user", "content": text}], **cold_how)
+    assert (got.text, got.token_ids, got.logprobs) == (want.text, want.token_ids, want.logprobs)
+    assert current_state(session.engine) == current_state(cold)
+    assert session.messages[-1] == {"role": "assistant", "content": got.text}
+    return got
+
+
+def prompt_before(session: Session) -> list[int]:
+    """Tokens of the last turn's prompt."""
+    return session.engine.render_chat(session.messages[:-1], template_kwargs=session.template_kwargs)
+
+
+def message_start(engine: Engine) -> int:
+    id = engine.tokenizer.id_of("<|im_start|>")
+    assert id is not None
+    return id
+
+
+# ---- reuse ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thinking", [NO_THINKING, {}], ids=["plain", "thinking"])
+def test_turns_reuse_the_conversation_so_far(engine, cold_engine, thinking):
+    """All that the template leaves as it was is reused: up to the start of the last reply."""
+    session = engine.session(system=SYSTEM, template_kwargs=thinking)
+    send(session, cold_engine, "My name is Tom.")
+    for text in ("What is my name?", "Tell me a story about a cat.", "And what happened then?"):
+        last = prompt_before(session)
+        reply_start = len(last) - 1 - last[::-1].index(message_start(engine))
+        got = send(session, cold_engine, text)
+        assert got.cached_tokens >= reply_start
+        assert got.prompt_tokens - got.cached_tokens < 80  # the last reply and the new message
+
+
+def test_prompt_that_continues_the_whole_last_turn_is_not_run_again(engine, cold_engine):
+    """Where nothing is rendered anew, cached_tokens covers the whole prompt of the turn before and its reply."""
+    prompt = engine.render_chat([{"role": "user", "content": "Hello!"}], template_kwargs=NO_THINKING)
+    reply = engine.generate(prompt, **GREEDY)
+    longer = prompt + reply.token_ids + engine.tokenizer.encode("\n<|im_start|>user\nAnd you?<|im_end|>\n")
+    got = engine.generate(longer, **GREEDY)
+    assert got.cached_tokens >= len(prompt) + reply.completion_tokens - 1
+    runner_of(cold_engine).reset()
+    assert got.token_ids == cold_engine.generate(longer, **GREEDY).token_ids
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [{"max_tokens": 3}, {"stop": ["e"]}, {"stop": ["he", "a "]}, {"max_tokens": 60}, {"stop_token_ids": [13, 11]}],
+    ids=str,
+)  # fmt: skip
+def test_turn_after_every_kind_of_ending(engine, cold_engine, ending):
+    """Length, stop string, end of sequence, stop id: what was run is there for the next turn, and only that."""
+    session = engine.session(system=SYSTEM, template_kwargs=NO_THINKING)
+    send(session, cold_engine, "Tell me a story about a dog.", **ending)
+    got = send(session, cold_engine, "Go on.")
+    assert got.cached_tokens > 20
+
+
+@pytest.mark.parametrize("read", [0, 1, 2, 5])
+def test_turn_after_a_cancelled_reply(engine, cold_engine, read):
+    session = engine.session(template_kwargs=NO_THINKING)
+    stream = session.stream("Tell me a story about a bird.", **GREEDY)
+    shown = "".join(next(stream).text for _ in range(read))
+    stream.close()
+    if read:
+        assert session.messages[1:] == [{"role": "assistant", "content": shown}]
+    else:
+        assert session.messages == []
+    send(session, cold_engine, "Now one about a fish.")
+
+
+def test_edited_message_and_regenerated_reply(engine, cold_engine):
+    session = engine.session(system=SYSTEM, template_kwargs=NO_THINKING)
+    send(session, cold_engine, "My dog is called Rex.")
+    send(session, cold_engine, "What is he called?")
+    del session.messages[-2:]
+    got = send(session, cold_engine, "What is my cat called?")
+    assert got.cached_tokens > 20
+    del session.messages[-2:]
+    again = send(session, cold_engine, "What is my cat called?")
+    assert again.cached_tokens >= got.cached_tokens
+    assert again.text == got.text
+    session.messages[1]["content"] = "My dog is called Max."
+    send(session, cold_engine, "And my dog?")
+
+
+def test_two_conversations_in_turn(engine, cold_engine):
+    """One engine holds one sequence: another conversation may cost time, never correctness."""
+    a, b = (engine.session(system=s, template_kwargs=NO_THINKING) for s in (SYSTEM, None))
+    for text in ("Hello, I am Ann.", "What is my name?", "Thank you."):
+        send(a, cold_engine, text)
+        send(b, cold_engine, text.replace("Ann", "Ben"))
+    assert a.messages[1]["content"] != b.messages[0]["content"]
+
+
+def test_tools_are_not_forgotten_after_a_cache_hit(engine, cold_engine):
+    """Greedy text with tools, byte for byte."""
+    session = engine.session(template_kwargs=NO_THINKING)
+    for text in ("What is the weather in Paris?", "And in Rome?"):
+        got = send(session, cold_engine, text, tools=TOOLS, max_tokens=60)
+    assert got.cached_tokens > 50
+    assert any("get_weather" in m["content"] for m in session.messages)
+
+
+def test_context_that_fills_up_during_a_conversation():
+    with open_engine(TINY, max_context=100) as engine, open_engine(TINY, max_context=100) as cold:
+        session = engine.session()
+        how = {"max_tokens": 40, "ignore_eos": True}
+        while len(engine.render_chat([*session.messages, {"role": "user", "content": "abc"}])) < 100:
+            send(session, cold, "abc", **how)
+        assert len(session.messages) > 2
+        kept = list(session.messages)
+        with pytest.raises(ContextLengthError, match=r"the context holds 100"):
+            session.send("abc", **how)
+        assert session.messages == kept
+        session.reset()
+        send(session, cold, "abc", **how)
+
+
+# ---- bookkeeping ----------------------------------------------------------------------------------------------------
+
+
+def test_session_keeps_its_messages(engine):
+    session = engine.session(system=SYSTEM)
+    reply = session.send("Hello!", **GREEDY)
+    assert session.messages == [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": reply.text},
+    ]
+    session.send({"role": "user", "content": "Bye!"}, **GREEDY)
+    assert [m["role"] for m in session.messages] == ["system", "user", "assistant", "user", "assistant"]
+    session.reset()
+    assert session.messages == [{"role": "system", "content": SYSTEM}]
+
+
+def test_streamed_turn_equals_a_sent_one(engine):
+    a, b = engine.session(), engine.session()
+    sent = a.send("Tell me about the sun.", temperature=0.8, seed=3, max_tokens=30)
+    chunks = list(b.stream("Tell me about the sun.", temperature=0.8, seed=3, max_tokens=30))
+    assert "".join(c.text for c in chunks) == sent.text
+    assert a.messages == b.messages
+
+
+@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"nonsense": 1}, {"stop": [""]}])
+def test_refused_request_leaves_the_conversation(engine, bad):
+    session = engine.session()
+    session.send("Hello!", **GREEDY)
+    before = list(session.messages)
+    with pytest.raises(InvalidRequestError):
+        session.send("Again.", **bad)
+    with pytest.raises(InvalidRequestError):
+        session.send({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+    assert session.messages == before
+
+
+def test_failed_reply_leaves_the_conversation(engine, monkeypatch):
+    """Even when part of it had been shown."""
+    session = engine.session()
+    r, calls = runner_of(engine), iter(range(100))
+    following = r.next
+
+    def failing() -> Any:
+        if next(calls) == 3:
+            raise DeviceError("injected")
+        return following()
+
+    monkeypatch.setattr(r, "next", failing)
+    with pytest.raises(DeviceError, match="injected"):
+        session.send("Hello!", **GREEDY)
+    assert session.messages == []
+    monkeypatch.undo()
+    assert session.send("Hello!", **GREEDY).completion_tokens > 0
+
+
+def test_template_options(engine):
+    messages = [{"role": "user", "content": "Hi"}]
+    on, off = (engine.render_chat(messages, template_kwargs={"enable_thinking": t}) for t in (True, False))
+    assert engine.tokenizer.decode(off[len(on) - 1 :]) == "\n\n</think>\n\n"
+    continued = engine.render_chat(messages, template_kwargs=NO_THINKING, continuation="Sure")
+    assert engine.tokenizer.decode(continued).endswith("</think>\n\nSure")
+    for name in ("tools", "messages", "add_generation_prompt"):
+        with pytest.raises(InvalidRequestError, match=name):
+            engine.chat(messages, template_kwargs={name: 1})
+    with pytest.raises(InvalidRequestError):
+        engine.chat([])
+
+
+def test_chat_streams_what_it_returns(engine):
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Who are you?"}]
+    whole = engine.chat(messages, template_kwargs=NO_THINKING, **GREEDY)
+    chunks = list(engine.chat(messages, template_kwargs=NO_THINKING, stream=True, **GREEDY))
+    assert "".join(c.text for c in chunks) == whole.text
+    assert whole.finish_reason == "stop"
+    assert "<|im_end|>" not in whole.text
+    assert whole.token_ids[-1] == engine.tokenizer.id_of("<|im_end|>")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel tests once more on the NEON path, under qemu-user where this machine is no aarch64.
+
+What is tested is written in the test files of the kernels; this file gives their functions an emulated device.
+Left out: what is too slow under emulation or opens devices by itself.
+"""
+
+from __future__ import annotations
+
+import platform
+from types import ModuleType
+
+import pytest
+import test_attention_kernels
+import test_gdn_kernels
+import test_matmul_kernels
+import test_moe_kernels
+import test_norm_kernels
+import test_route_kernels
+import test_sample_filter
+import test_sample_kernels
+from emulated_device import EmulatedDevice, missing_tools, open_emulated
+
+MODULES = (
+    test_matmul_kernels,
+    test_moe_kernels,
+    test_norm_kernels,
+    test_route_kernels,
+    test_gdn_kernels,
+    test_attention_kernels,
+    test_sample_kernels,
+    test_sample_filter,
+)
+LEFT_OUT = (
+    "threads",
+    "prefill_follows_the_formulas",
+    "depend_on_the_tile__attention",
+    "noise_is_accurate",
+)
+
+
+@pytest.fixture(scope="module")
+def device() -> EmulatedDevice:
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        pytest.skip("this machine runs the NEON path itself")
+    if missing_tools():
+        pytest.skip(f"no aarch64 emulation here: {', '.join(missing_tools())} missing")
+    return open_emulated()
+
+
+def _borrow(module: ModuleType) -> None:
+    """Tests and fixtures of `module` under this module's `device`."""
+    for name, value in vars(module).items():
+        if name.startswith("test_") and callable(value) and "device" in getattr(value, "__annotations__", {}):
+            name = f"{name}__{module.__name__.removeprefix('test_')}"
+            if not any(word in name for word in LEFT_OUT):
+                globals()[name] = value
+
+
+for _module in MODULES:
+    _borrow(_module)
+
+rng = test_matmul_kernels.rng
