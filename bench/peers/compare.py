@@ -8,25 +8,30 @@ Prints each figure's median with its range, and the ratios taken round by round.
 """
 
 import argparse
+import ctypes
 import json
+import mmap
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+from cpu_kernels import native_library  # noqa: E402
 
 
 class Worker:
     """A process that answers one line with one line of JSON."""
 
-    def __init__(self, command: list[str], *, greets: bool = True) -> None:
+    def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        self.hello = self.read() if greets else {}
+        self.hello = self.read()
 
     def read(self) -> dict:
         line = self.process.stdout.readline()
@@ -50,11 +55,22 @@ def minimum_bytes(model: Path, context: int) -> int:
     return plan_report(config, policy_for("cpu"), phase="decode", context=context)["minimum_bytes"]
 
 
-def build_read_limit(folder: str) -> str:
-    program = f"{folder}/read_limit"
-    source = str(HERE / "read_limit.c")
-    subprocess.run(["cc", "-O3", "-march=native", "-pthread", source, "-o", program], check=True)
-    return program
+class ReadLimit:
+    """The plain read loop of bench/read_loop.c over memory in huge pages, as decode reads its weights."""
+
+    def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
+        self.library, self.threads, self.nbytes = native_library(), threads, nbytes
+        self.memory = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = np.frombuffer(self.memory, np.uint8)
+        self.bytes[:] = 1
+
+    def gigabytes_per_second(self) -> float:
+        """The best of three passes."""
+        seen, address = ctypes.c_uint64(), self.bytes.ctypes.data
+        passes = [self.library.bench_read(address, self.nbytes, self.threads, ctypes.byref(seen)) for _ in range(3)]
+        return self.nbytes / min(passes) / 1e9
 
 
 def line(name: str, values: list[float], unit: str) -> str:
@@ -72,36 +88,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     a = parser.parse_args()
     per_token = minimum_bytes(a.lily, a.prompt + a.steps // 2)
-    with tempfile.TemporaryDirectory() as folder:
-        reader = Worker([build_read_limit(folder), str(a.threads), "1024"], greets=False)
-        engines = {"lily": Worker([sys.executable, str(HERE / "lily_worker.py"), str(a.lily), str(a.threads)])}
-        if a.llama:
-            engines["llama"] = Worker([a.llama_python, str(HERE / "llama_worker.py"), str(a.llama), str(a.threads)])
+    reader = ReadLimit(a.threads)
+    engines = {"lily": Worker([sys.executable, str(HERE / "lily_worker.py"), str(a.lily), str(a.threads)])}
+    if a.llama:
+        engines["llama"] = Worker([a.llama_python, str(HERE / "llama_worker.py"), str(a.llama), str(a.threads)])
+    for name, worker in engines.items():
+        print(f"{name}: {worker.hello['version']}, {worker.hello['ready']}")
+    found: dict[str, list[float]] = {}
+    for round_number in range(a.rounds + 1):
+        results = {"read limit": reader.gigabytes_per_second()}
         for name, worker in engines.items():
-            print(f"{name}: {worker.hello['version']}, {worker.hello['ready']}")
-        found: dict[str, list[float]] = {}
-        for round_number in range(a.rounds + 1):
-            results = {"read limit": reader.ask(0)["GB/s"]}
-            for name, worker in engines.items():
-                answer = worker.ask([a.prompt, a.steps])
-                results |= {f"{name} {phase}": answer[phase] for phase in ("prefill", "decode")}
-            if round_number:  # the first one warms up
-                for name, value in results.items():
-                    found.setdefault(name, []).append(value)
-        limit = [x * 1e9 / per_token for x in found["read limit"]]
-        print(f"{a.rounds} rounds, prompt of {a.prompt}, {a.steps} steps; {per_token / 1e6:.1f} MB a decoded token")
-        print(line("read limit", found["read limit"], "GB/s"))
-        print(line("decode at the read limit", limit, "tok/s"))
-        for name in found:
-            if name != "read limit":
-                print(line(name, found[name], "tok/s"))
-        ratios = {"lily decode / read limit": [x / y for x, y in zip(found["lily decode"], limit, strict=True)]}
-        if a.llama:
-            for phase in ("prefill", "decode"):
-                pairs = zip(found[f"lily {phase}"], found[f"llama {phase}"], strict=True)
-                ratios[f"lily {phase} / llama {phase}"] = [x / y for x, y in pairs]
-        for name, values in ratios.items():
-            print(line(name, values, ""))
+            answer = worker.ask([a.prompt, a.steps])
+            results |= {f"{name} {phase}": answer[phase] for phase in ("prefill", "decode")}
+        if round_number:  # the first one warms up
+            for name, value in results.items():
+                found.setdefault(name, []).append(value)
+    limit = [x * 1e9 / per_token for x in found["read limit"]]
+    print(f"{a.rounds} rounds, prompt of {a.prompt}, {a.steps} steps; {per_token / 1e6:.1f} MB a decoded token")
+    print(line("read limit", found["read limit"], "GB/s"))
+    print(line("decode at the read limit", limit, "tok/s"))
+    for name in found:
+        if name != "read limit":
+            print(line(name, found[name], "tok/s"))
+    ratios = {"lily decode / read limit": [x / y for x, y in zip(found["lily decode"], limit, strict=True)]}
+    if a.llama:
+        for phase in ("prefill", "decode"):
+            pairs = zip(found[f"lily {phase}"], found[f"llama {phase}"], strict=True)
+            ratios[f"lily {phase} / llama {phase}"] = [x / y for x, y in pairs]
+    for name, values in ratios.items():
+        print(line(name, values, ""))
 
 
 main()
