@@ -153,7 +153,7 @@ def make_params(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Sampli
 
 
 def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that a checkpoint's generation_config.json sets; greedy with `do_sample: false`, or without temperature."""
+    """Defaults of a checkpoint's generation_config.json; greedy with `do_sample: false`, or without temperature."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     found = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
     if generation_config.get("do_sample", "temperature" in found) is False:
