@@ -78,7 +78,8 @@ class Engine:
 
     def __init__(
         self, model: str | Path | None = None, *, device: str = "auto", max_context: int | None = None,
-        threads: int | None = None, ablate: Sequence[str] | str = (), progress: Callable[[int, int], None] | None = None,
+        threads: int | None = None, ablate: Sequence[str] | str = (),
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self._lock = threading.Lock()
         self._active: Control | None = None  # of the reply that holds the lock
