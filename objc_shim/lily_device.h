@@ -29,12 +29,12 @@ extern "C" {
 
 enum {
     LILY_OK = 0,
-    LILY_EINVAL = 1,   // an argument is wrong: a fault of the caller
-    LILY_ENOMEM = 2,   // device memory is exhausted
-    LILY_ENOTFOUND = 3,// no such kernel, or not on this device
-    LILY_EFAILED = 4,  // the device reported a failure; later submissions may succeed
-    LILY_ETIMEOUT = 5, // lily_wait ran out of time
-    LILY_ELOST = 6     // the device cannot be used any more
+    LILY_EINVAL = 1,    // an argument is wrong: a fault of the caller
+    LILY_ENOMEM = 2,    // device memory is exhausted
+    LILY_ENOTFOUND = 3, // no such kernel, or not on this device
+    LILY_EFAILED = 4,   // the device reported a failure; later submissions may succeed
+    LILY_ETIMEOUT = 5,  // lily_wait ran out of time
+    LILY_ELOST = 6      // the device cannot be used any more
 };
 
 typedef struct lily_device lily_device;
@@ -57,7 +57,8 @@ LILY_API void *lily_buffer_contents(lily_buffer *);
 
 // A kernel of the kernel table, specialised.  `constants` are in the order of the table.  The device owns kernels;
 // asking again returns the same one.
-LILY_API int lily_kernel_get(lily_device *, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out);
+LILY_API int lily_kernel_get(
+    lily_device *, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out);
 
 // A list of dispatches, recorded once and submitted any number of times.
 typedef struct {
@@ -69,8 +70,8 @@ LILY_API int lily_list_new(lily_device *, lily_list **out);
 LILY_API void lily_list_free(lily_list *); // no submission of it may be unfinished
 // `grid` counts groups, `threads` is the size of a group (ignored by cpu).  With `barrier`, everything recorded before
 // has finished, and its writes are visible, before this dispatch starts; without, it may overlap its predecessors.
-LILY_API int lily_list_dispatch(lily_list *, lily_kernel *, const lily_arg *args, uint32_t arg_count, const void *params,
-                                uint32_t param_bytes, const uint32_t grid[3], const uint32_t threads[3], int barrier);
+LILY_API int lily_list_dispatch(lily_list *, lily_kernel *, const lily_arg *args, uint32_t arg_count,
+    const void *params, uint32_t param_bytes, const uint32_t grid[3], const uint32_t threads[3], int barrier);
 LILY_API int lily_list_end(lily_list *);
 
 // Runs the lists in order, each after the one before, after all earlier submissions.  Returns at once with a ticket;
