@@ -12,10 +12,10 @@ import pytest
 
 from lily.config import ModelConfig
 from lily.device import Device
+from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.runner import Runner
 from lily.sampling import SamplingParams
-from lily.weights_map import map_weights
 
 STEPS = 500
 LIMIT_SECONDS = 50e-6

@@ -7,8 +7,8 @@ from lily.config import ModelConfig
 from lily.errors import DeviceError, InvalidRequestError
 from lily.plan import Builder, decode_plan, prefill_plan
 from lily.plan.memory import MemorySum, memory_sum
+from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
-from lily.weights_map import WeightsMap
 
 SNAPSHOTS = 4
 

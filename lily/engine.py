@@ -28,6 +28,7 @@ from lily.detokenizer import Detokenizer
 from lily.device import Buffer, Device, choose_device
 from lily.errors import CheckpointError, DeviceError, InvalidRequestError, LilyError
 from lily.host_memory import available_bytes
+from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.resolve import resolve_model
 from lily.runner import Runner, Token
@@ -45,7 +46,6 @@ from lily.streaming import (
 )
 from lily.tokenizer import Tokenizer
 from lily.weights import load_weights
-from lily.weights_map import map_weights
 
 if TYPE_CHECKING:
     from lily.session import Session

@@ -23,9 +23,9 @@ from lily.errors import ContextLengthError, DeviceError
 from lily.kernels import OUTPUT_RING, STATUS_NONFINITE
 from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
 from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, step_buffers, struct_bytes
+from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
 from lily.sampling import REQUEST_DTYPE, SamplingParams, fill_request
-from lily.weights_map import WeightsMap
 
 STEP_DTYPE = np.dtype([("position", "<i4"), ("rows", "<i4"), ("count", "<i4"), ("stopped", "<i4")])
 OUTPUT_DTYPE = np.dtype(

@@ -21,7 +21,7 @@ import numpy as np
 from lily._pack import pack_rows16
 from lily.checkpoint import Checkpoint
 from lily.errors import CheckpointError
-from lily.weights_map import Dense, Matrix, WeightsMap, align
+from lily.plan.weights_map import Dense, Matrix, WeightsMap, align
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Before numpy is imported: its threads and those of the device would crowd each other out on two cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The same examples on every machine: a failure seen once is seen by everyone.

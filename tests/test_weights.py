@@ -23,9 +23,9 @@ from reference import Reference, bf16_to_f32, read_safetensors
 from lily.checkpoint import Checkpoint
 from lily.errors import CheckpointError
 from lily.plan.views import View
+from lily.plan.weights_map import AttentionWeights, Dense, Matrix, WeightsMap, map_weights
 from lily.policy import policy_for
 from lily.weights import load_weights
-from lily.weights_map import AttentionWeights, Dense, Matrix, WeightsMap, map_weights
 
 Array = Any
 FILL = 0xA5

@@ -111,8 +111,8 @@ def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str) -> dict[str,
     from lily.context import plan_context
     from lily.device import choose_device
     from lily.host_memory import available_bytes
+    from lily.plan.weights_map import map_weights
     from lily.policy import policy_for
-    from lily.weights_map import map_weights
 
     config, room = checkpoint.config, available_bytes()
     policy = policy_for(choose_device(flags.device), flags.ablate)

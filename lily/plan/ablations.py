@@ -9,7 +9,7 @@ from __future__ import annotations
 from lily.plan import prefill
 from lily.plan.builder import Builder, groups
 from lily.plan.views import View
-from lily.weights_map import AttentionWeights, Matrix, MoeWeights, align
+from lily.plan.weights_map import AttentionWeights, Matrix, MoeWeights, align
 
 
 def routed_experts(b: Builder, w: MoeWeights, x: View, logits: View, act: View, ids: View, weights: View) -> None:

@@ -11,8 +11,8 @@ from lily.kernels import KERNELS
 from lily.plan.hazards import schedule
 from lily.plan.memory import ACT_BYTES, StateLayout, kv_row_bytes, step_buffers
 from lily.plan.views import Dispatch, Plan, View
+from lily.plan.weights_map import WeightsMap, align, map_weights
 from lily.policy import Policy
-from lily.weights_map import WeightsMap, align, map_weights
 
 
 class Builder:

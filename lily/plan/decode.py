@@ -11,8 +11,8 @@ from lily.errors import CheckpointError
 from lily.plan import ablations, prefill
 from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View
+from lily.plan.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
 from lily.policy import Policy
-from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
 
 
 def decode_plan(b: Builder) -> Plan:

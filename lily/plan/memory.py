@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from lily.config import FULL_ATTENTION, ModelConfig
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS, OUTPUT_RING, STRUCTS
 from lily.plan.views import View
+from lily.plan.weights_map import WeightsMap, align
 from lily.policy import Policy
-from lily.weights_map import WeightsMap, align
 
 ACT_BYTES = {"f32": 4, "bf16": 2}
 SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B

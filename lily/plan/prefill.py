@@ -11,7 +11,7 @@ from typing import Any
 from lily.config import ModelConfig
 from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View
-from lily.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
+from lily.plan.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
 
 GEMM_THREADS = 128  # PRODUCT_THREADS in shaders/matrix.h
 

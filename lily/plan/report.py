@@ -15,8 +15,8 @@ from lily.plan.memory import kv_token_bytes
 from lily.plan.prefill import prefill_plan
 from lily.plan.sample import sample_plan
 from lily.plan.views import Plan
+from lily.plan.weights_map import map_weights
 from lily.policy import Policy
-from lily.weights_map import map_weights
 
 Phase = Literal["decode", "prefill"]
 

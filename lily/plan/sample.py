@@ -6,7 +6,7 @@ from __future__ import annotations
 from lily.kernels import MAX_TOP_LOGPROBS
 from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View
-from lily.weights_map import align
+from lily.plan.weights_map import align
 
 
 def sample_plan(b: Builder, *, greedy: bool, logprobs: bool) -> Plan:
