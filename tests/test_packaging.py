@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 
 import lily
 
-RUNTIME_DEPENDENCIES = {"click", "jinja2", "numpy", "safetensors", "tokenizers"}
+RUNTIME_DEPENDENCIES = {"click", "jinja2", "numpy", "tokenizers"}
 MAXIMUM_WHEEL_BYTES = 35_000_000
 LIBRARY_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 GENERATE = ["generate", "--prompt", "Once upon a time", "--seed", "1", "--max-tokens", "12"]
@@ -154,7 +154,8 @@ def test_wheel_holds_every_module_and_every_file_used_at_run_time(
 ) -> None:
     package = repository / "lily"
     expected = {path.relative_to(repository).as_posix() for path in package.rglob("*.py")}
-    expected |= {f"lily/models/lily-tiny/{path.name}" for path in (package / "models" / "lily-tiny").iterdir()}
+    for folder in ("models/lily-tiny", "msl/include"):
+        expected |= {f"lily/{folder}/{path.name}" for path in (package / folder).iterdir()}
     expected |= {f"lily/data/shaders/{path.name}" for path in (repository / "shaders").glob("*.metal")}
     expected |= {"lily/py.typed", "lily/data/objc_shim/lily_device.h", f"lily/cpu/liblily_cpu{LIBRARY_SUFFIX}"}
     cython = [path.relative_to(repository).with_suffix("").as_posix() for path in package.rglob("*.pyx")]

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of many rows: attn_prep (norm, RoPE, append), attn_prefill (causal attention over cache and chunk on
+// simdgroup_matrix, any head size up to 256 that is a multiple of 8).
+//
+// A threadgroup takes STAGED_QUERIES queries: rows times the query heads of one KV head, so that all heads share what is
+// read of the cache, and walks over the cache in blocks of PREFILL_KEYS positions:
+//   scores      every simdgroup: all queries x its own eight positions, keys straight from the cache
+//   softmax     every simdgroup: its own queries; the running maximum and sum stay in registers
+//   outputs     every simdgroup: all queries x its own dims, values straight from the cache, sums in registers
+// Only queries, scores and probabilities are staged; at head size 256 that is 26 KB.  Positions past a query's own get
+// probability 0, and positions past the last query's are never multiplied, whatever the cache holds there.
+// `piece` has no meaning here: the running maximum spans all blocks.
+// Not here: projections (gemm.metal), one row (attention_decode.metal), tensor operations (attention_tensor.h).
+#include "attention_tensor.h"
+#include "attention_tile.h"
+#include "common.h"
+#include "group.h"
+#include "matrix.h"
+
+// ---- preparation ----------------------------------------------------------------------------------------------------
+
+constant constexpr uint PREP_MAX_PAIRS = 128; // of RoPE
+
+// Element d of RoPE(rmsnorm(x)); `turn` holds (cos, sin) of every pair (i, i + pairs).
+inline float prep_element(
+    device const act *x, device const float *norm, threadgroup const float2 *turn, float factor, uint d) {
+    const uint pairs = C_ROT / 2;
+    const float value = float(x[d]) * factor * norm[d];
+    if (d >= 2 * pairs) return value;
+    const uint other = d < pairs ? d + pairs : d - pairs;
+    const float2 t = turn[d < pairs ? d : other];
+    const float partner = float(x[other]) * factor * norm[other];
+    return d < pairs ? value * t.x - partner * t.y : value * t.x + partner * t.y;
+}
+
+template <typename Y>
+inline void prep_head(
+    device const act *x, device const float *norm, threadgroup const float2 *turn, float eps, uint lane, device Y *y) {
+    float squares = 0;
+    for (uint d = lane; d < uint(C_DIM); d += LANES) squares += float(x[d]) * float(x[d]);
+    const float factor = precise::rsqrt(simd_sum(squares) / float(C_DIM) + eps);
+    for (uint d = lane; d < uint(C_DIM); d += LANES) y[d] = Y(prep_element(x, norm, turn, factor, d));
+}
+
+kernel void attn_prep(device const Step *step [[buffer(0)]], device const act *proj [[buffer(1)]],
+    device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
+    device const float *inv_freq [[buffer(4)]], device act *q [[buffer(5)]], device bfloat *k [[buffer(6)]],
+    device bfloat *v [[buffer(7)]], constant attn_prep_params &p [[buffer(8)]],
+    uint row [[threadgroup_position_in_grid]], LILY_THREAD_ARGUMENTS) {
+    threadgroup float2 turn[PREP_MAX_PAIRS];
+    const uint hq = C_HQ, hkv = C_HKV, dim = C_DIM, threads = simdgroups * LANES;
+    if (row >= uint(step->rows)) return;
+    const uint position = uint(step->position) + row;
+    for (uint i = tid; i < uint(C_ROT) / 2; i += threads) {
+        const float angle = float(position) * inv_freq[i];
+        turn[i] = float2(precise::cos(angle), precise::sin(angle));
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    proj += row * p.pitch;
+    q += row * hq * dim;
+    k += position * hkv * dim;
+    v += position * hkv * dim;
+    device const act *keys = proj + 2 * hq * dim;
+    for (uint h = sg; h < hq + hkv; h += simdgroups) {
+        if (h < hq)
+            prep_head(proj + 2 * h * dim, q_norm, turn, p.eps, lane, q + h * dim);
+        else
+            prep_head(keys + (h - hq) * dim, k_norm, turn, p.eps, lane, k + (h - hq) * dim);
+    }
+    for (uint d = tid; d < hkv * dim; d += threads) v[d] = bfloat(float(keys[hkv * dim + d]));
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+constant constexpr uint PREFILL_MAX_DIM = 256;
+constant constexpr uint PREFILL_MAX_QUERIES = 64;
+constant constexpr uint STAGED_QUERIES = 64 / sizeof(operand); // what 32 KB hold
+constant constexpr uint STAGED_FRAGMENTS = STAGED_QUERIES / 8;
+constant constexpr uint QUERY_PAD = 16 / sizeof(operand);
+
+// Scores, then queries; tensor operations need less.
+constant constexpr uint STAGED_FLOATS =
+    STAGED_QUERIES * (SCORE_PITCH + (PREFILL_MAX_DIM + QUERY_PAD) * sizeof(operand) / sizeof(float));
+
+typedef simdgroup_matrix<operand, 8, 8> OperandFragment;
+
+// A fragment of eight positions from `first` on and eight dims from `d` on, as [position][dim] or TRANSPOSED.
+template <bool TRANSPOSED, typename T>
+inline void load_clamped(
+    thread simdgroup_matrix<T, 8, 8> &f, CacheHead cache, FragmentPlace place, uint first, uint d) {
+#pragma unroll
+    for (uint e = 0; e < 2; e++) {
+        const uint key = TRANSPOSED ? place.column[e] : place.row[e], dim = TRANSPOSED ? place.row[e] : place.column[e];
+        f.thread_elements()[e] = T(float(cache.at(first + key)[d + dim]));
+    }
+}
+
+template <bool TRANSPOSED>
+inline void load_cache(
+    thread simdgroup_matrix<bfloat, 8, 8> &f, CacheHead cache, FragmentPlace place, uint first, uint d) {
+    if (first + 7 <= cache.last)
+        simdgroup_load(f, cache.rows + first * cache.stride + d, cache.stride, ulong2(0), TRANSPOSED);
+    else
+        load_clamped<TRANSPOSED>(f, cache, place, first, d);
+}
+
+template <bool TRANSPOSED>
+inline void load_cache(
+    thread simdgroup_matrix<float, 8, 8> &f, CacheHead cache, FragmentPlace place, uint first, uint d) {
+    load_clamped<TRANSPOSED>(f, cache, place, first, d);
+}
+
+inline void stage_queries(device const act *q, Queries queries, PrefillRoom room, uint tid) {
+    const uint dim = C_DIM, columns = dim / 4;
+    for (uint i = tid; i < STAGED_QUERIES * columns; i += PREFILL_THREADS) {
+        const uint query = min(i / columns, queries.count - 1), d = i % columns * 4;
+        const float4 x = load4(q + (queries.row(query) * C_HQ + queries.head_of(query)) * dim + d);
+        *(threadgroup vec<operand, 4> *)(room.q + i / columns * (dim + QUERY_PAD) + d) =
+            vec<operand, 4>(operand(x.x), operand(x.y), operand(x.z), operand(x.w));
+    }
+}
+
+// Products of a tile on simdgroup_matrix; a simdgroup has WIDE fragments of dims.
+template <uint WIDE> struct SimdgroupAttention {
+    simdgroup_float8x8 sum[STAGED_FRAGMENTS][WIDE];
+    FragmentPlace place;
+    uint simdgroup, first_dim;
+
+    void init(PrefillArguments a, Queries queries, PrefillRoom room, uint tid, uint sg, uint lane) {
+        simdgroup = sg;
+        first_dim = 8 * WIDE * sg;
+        place = fragment_place(room.scores + 64 * sg, lane);
+        stage_queries(a.q, queries, room, tid);
+#pragma unroll
+        for (uint i = 0; i < STAGED_FRAGMENTS; i++)
+#pragma unroll
+            for (uint j = 0; j < WIDE; j++) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+
+    void scores(CacheHead keys, PrefillRoom room, uint base) {
+        const uint first = base + 8 * simdgroup, pitch = C_DIM + QUERY_PAD;
+        if (first > keys.last) return;
+        simdgroup_float8x8 score[STAGED_FRAGMENTS];
+#pragma unroll
+        for (uint i = 0; i < STAGED_FRAGMENTS; i++) score[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        for (uint d = 0; d < uint(C_DIM); d += 8) {
+            OperandFragment key;
+            load_cache<true>(key, keys, place, first, d);
+#pragma unroll
+            for (uint i = 0; i < STAGED_FRAGMENTS; i++) {
+                OperandFragment query;
+                simdgroup_load(query, room.q + 8 * i * pitch + d, pitch);
+                simdgroup_multiply_accumulate(score[i], query, key, score[i]);
+            }
+        }
+#pragma unroll
+        for (uint i = 0; i < STAGED_FRAGMENTS; i++)
+            simdgroup_store(score[i], room.scores + 8 * i * SCORE_PITCH + 8 * simdgroup, SCORE_PITCH);
+    }
+
+    void add(CacheHead values, PrefillRoom room, uint base) {
+        rescale(room);
+        const uint count = min(values.last + 1 - base, PREFILL_KEYS);
+        for (uint key = 0; key < count; key += 8) {
+            OperandFragment weight[STAGED_FRAGMENTS];
+#pragma unroll
+            for (uint i = 0; i < STAGED_FRAGMENTS; i++)
+                simdgroup_load(weight[i], room.weights + 8 * i * WEIGHT_PITCH + key, WEIGHT_PITCH);
+#pragma unroll
+            for (uint j = 0; j < WIDE; j++) {
+                if (first_dim + 8 * j >= uint(C_DIM)) continue;
+                OperandFragment value;
+                load_cache<false>(value, values, place, base + key, first_dim + 8 * j);
+#pragma unroll
+                for (uint i = 0; i < STAGED_FRAGMENTS; i++)
+                    simdgroup_multiply_accumulate(sum[i][j], weight[i], value, sum[i][j]);
+            }
+        }
+    }
+
+    void rescale(PrefillRoom room) {
+#pragma unroll
+        for (uint i = 0; i < STAGED_FRAGMENTS; i++)
+#pragma unroll
+            for (uint e = 0; e < 2; e++) {
+                const float factor = room.factor[8 * i + place.row[e]];
+#pragma unroll
+                for (uint j = 0; j < WIDE; j++) sum[i][j].thread_elements()[e] *= factor;
+            }
+    }
+
+    void store(PrefillArguments a, Queries queries, PrefillRoom room) {
+#pragma unroll
+        for (uint i = 0; i < STAGED_FRAGMENTS; i++)
+#pragma unroll
+            for (uint e = 0; e < 2; e++)
+#pragma unroll
+                for (uint j = 0; j < WIDE; j++) {
+                    const uint query = 8 * i + place.row[e], d = first_dim + 8 * j + place.column[e];
+                    const float x = sum[i][j].thread_elements()[e] * room.factor[query];
+                    if (query < queries.count && d < uint(C_DIM)) a.store(queries, query, d, x);
+                }
+    }
+};
+
+// Tiles of tile_m rows and all query heads of a KV head.  The last rows see the most positions and start first.
+inline void attend_staged(PrefillArguments a, PrefillRoom room, uint rows, uint position, uint tile_m, uint2 group,
+    uint2 groups, uint tid, uint sg, uint lane) {
+    const uint first_row = (groups.x - 1 - group.x) * tile_m, heads = C_HQ / C_HKV;
+    if (first_row >= rows) return;
+    const uint end = min(first_row + tile_m, rows) * heads;
+    for (uint i = first_row * heads; i < end; i += STAGED_QUERIES) {
+        const Queries queries = {i, min(STAGED_QUERIES, end - i), heads, group.y * heads, group.y, position};
+        if (C_DIM <= 64)
+            attend<SimdgroupAttention<1>, STAGED_QUERIES>(a, queries, room, tid, sg, lane);
+        else if (C_DIM <= 128)
+            attend<SimdgroupAttention<2>, STAGED_QUERIES>(a, queries, room, tid, sg, lane);
+        else
+            attend<SimdgroupAttention<4>, STAGED_QUERIES>(a, queries, room, tid, sg, lane);
+    }
+}
+
+[[kernel, max_total_threads_per_threadgroup(PREFILL_THREADS)]] void attn_prefill(device const Step *step [[buffer(0)]],
+    device const act *q [[buffer(1)]], device const act *proj [[buffer(2)]], device const bfloat *k [[buffer(3)]],
+    device const bfloat *v [[buffer(4)]], device act *o [[buffer(5)]], constant attn_prefill_params &p [[buffer(6)]],
+    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]], LILY_THREAD_ARGUMENTS) {
+    threadgroup float memory[STAGED_FLOATS];
+    threadgroup float factor[PREFILL_MAX_QUERIES];
+    threadgroup operand *staged = (threadgroup operand *)(memory + STAGED_QUERIES * SCORE_PITCH);
+    const PrefillRoom room = {staged, memory, (threadgroup operand *)memory, factor};
+    const PrefillArguments a = {q, proj, k, v, o, p.pitch};
+    const uint rows = uint(step->rows), position = uint(step->position);
+#ifdef LILY_TENSOR_ATTENTION
+    if (C_DIM == TENSOR_DIM) {
+        attend_tensor(a, room, rows, position, group, groups, tid, sg, lane);
+        return;
+    }
+#endif
+    attend_staged(a, room, rows, position, p.tile_m, group, groups, tid, sg, lane);
+}

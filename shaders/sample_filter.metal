@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// What needs an exact selection from the whole vocabulary: sample_filter (top-p, top-k, min-p), top_logprobs, score_rows.
+//
+// Not here: the selection itself (select.h), penalties and the draw (sample.metal).
+#include "common.h"
+#include "group.h"
+#include "select.h"
+
+// ---- filters --------------------------------------------------------------------------------------------------------
+
+// p·total, rounded down to a unit, 0 < p < 1: p is taken as two digits of 32 bits, which hold all of its 24.
+inline ulong share_of_mass(float p, ulong total) {
+    const float scaled = p * 4294967296.0f;
+    const uint first = uint(scaled), second = uint((scaled - float(first)) * 4294967296.0f);
+    const ulong high = total >> 32, low = total & 0xffffffffu;
+    return high * first + (low * first >> 32) + (high * second >> 32);
+}
+
+// All filters keep a prefix of the ids, so the shortest one counts.
+[[kernel, max_total_threads_per_threadgroup(1024)]] void sample_filter(device const Request *request [[buffer(0)]],
+    device const float *y [[buffer(1)]], device const float *stats [[buffer(2)]], device float *cut [[buffer(3)]],
+    constant sample_filter_params &p [[buffer(4)]], LILY_THREAD_ARGUMENTS) {
+    threadgroup atomic_uint tally[SELECT_BUCKETS], low[SELECT_BUCKETS], high[SELECT_BUCKETS];
+    threadgroup uint strips[4 * SELECT_STRIPS];
+    threadgroup uint shared[LANES];
+    const group_place at = {tid, lane, sg, simdgroups};
+    const SelectTables tables = {tally, low, high, strips, shared};
+    const uint vocab = min(uint(request->vocab), p.count), top_k = uint(max(request->top_k, 0));
+    const bool limited = top_k > 0 && top_k < vocab;
+    float top = -INFINITY;
+    for (uint i = lane; i < p.groups; i += LANES) top = max(top, stats[4 * i + 2]);
+    top = simd_max(top);
+    Cut c = {-INFINITY, NO_ID};
+    // Without a finite maximum there is nothing to choose from: `advance` reports it.
+    const bool on = request->temperature != 0 && is_finite_bits(top);
+    Selection s = {y, vocab, top, limited ? top_k : vocab, ALL_MASS};
+    if (on && request->top_p < 1) {
+        select_count_distances<true>(tables, s, at);
+        s.mass = share_of_mass(request->top_p, total_mass<true>(tables));
+        c = select_end<true>(tables, s, at);
+    } else if (on && limited) {
+        select_count_distances<false>(tables, s, at);
+        c = select_end<false>(tables, s, at);
+    }
+    if (on && request->min_p > 0) {
+        const float least = top + precise::log(request->min_p);
+        if (least > c.value) c = {least, NO_ID};
+    }
+    if (tid == 0) {
+        cut[0] = c.value;
+        cut[1] = as_type<float>(c.id);
+    }
+}
+
+// ---- the greatest few -----------------------------------------------------------------------------------------------
+
+// Where the kept ids are collected.
+struct TopList {
+    threadgroup float *values; // [LILY_MAX_TOP_LOGPROBS]
+    threadgroup int *ids;      // [LILY_MAX_TOP_LOGPROBS]
+    threadgroup atomic_uint *held;
+};
+
+// The `want` greatest of x[0..count) in order, ties to the lower id; unused places are (-inf, -1).  `top` is the greatest.
+// values are shifted by `minus`.
+inline void top_of(SelectTables t, TopList list, device const float *x, uint count, float top, uint want,
+    device int *ids, device float *values, float2 minus, group_place at) {
+    Cut c = {-INFINITY, NO_ID};
+    if (want == 0) return;
+    if (want < count) {
+        Selection s = {x, count, top, want, ALL_MASS};
+        select_count_distances<false>(t, s, at);
+        c = select_end<false>(t, s, at);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (at.tid == 0) atomic_store_explicit(list.held, 0u, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint id = at.tid; id < count; id += at.threads()) {
+        if (!c.keeps(x[id], int(id))) continue;
+        const uint place = atomic_fetch_add_explicit(list.held, 1u, memory_order_relaxed);
+        if (place >= want) continue;
+        list.values[place] = x[id];
+        list.ids[place] = int(id);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint held = min(atomic_load_explicit(list.held, memory_order_relaxed), want);
+    if (at.tid >= want) return;
+    uint place = at.tid;
+    float value = -INFINITY;
+    int id = -1;
+    if (at.tid < held) {
+        value = list.values[at.tid];
+        id = list.ids[at.tid];
+        place = 0;
+        for (uint i = 0; i < held; i++)
+            if (list.values[i] > value || (list.values[i] == value && list.ids[i] < id)) place++;
+    }
+    ids[place] = id;
+    values[place] = (value - minus.x) - minus.y;
+}
+
+inline float greatest_of(device const float *x, uint count, threadgroup float *partial, group_place at) {
+    float top = -INFINITY;
+    for (uint id = at.tid; id < count; id += at.threads()) top = max(top, x[id]);
+    return group_max(top, partial, at);
+}
+
+[[kernel, max_total_threads_per_threadgroup(1024)]] void top_logprobs(device const Request *request [[buffer(0)]],
+    device const float *logits [[buffer(1)]], device int *top_ids [[buffer(2)]], device float *top_values [[buffer(3)]],
+    constant top_logprobs_params &p [[buffer(4)]], LILY_THREAD_ARGUMENTS) {
+    threadgroup atomic_uint tally[SELECT_BUCKETS];
+    threadgroup uint strips[4 * SELECT_STRIPS];
+    threadgroup uint shared[LANES];
+    threadgroup float partial[LANES], list_values[LILY_MAX_TOP_LOGPROBS];
+    threadgroup int list_ids[LILY_MAX_TOP_LOGPROBS];
+    threadgroup atomic_uint held;
+    const group_place at = {tid, lane, sg, simdgroups};
+    const SelectTables tables = {tally, tally, tally, strips, shared};
+    const TopList list = {list_values, list_ids, &held};
+    const uint count = min(uint(request->vocab), p.count);
+    const uint want = min(uint(request->top_logprobs), uint(LILY_MAX_TOP_LOGPROBS));
+    const float top = greatest_of(logits, count, partial, at);
+    top_of(tables, list, logits, count, top, want, top_ids, top_values, float2(0), at);
+}
+
+[[kernel, max_total_threads_per_threadgroup(1024)]] void score_rows(device const Step *step [[buffer(0)]],
+    device const Request *request [[buffer(1)]], device const float *logits [[buffer(2)]],
+    device const int *target [[buffer(3)]], device float *logprobs [[buffer(4)]], device int *top_ids [[buffer(5)]],
+    device float *top_logprobs [[buffer(6)]], device int *flags [[buffer(7)]],
+    constant score_rows_params &p [[buffer(8)]], uint row [[threadgroup_position_in_grid]], LILY_THREAD_ARGUMENTS) {
+    threadgroup atomic_uint tally[SELECT_BUCKETS];
+    threadgroup uint strips[4 * SELECT_STRIPS];
+    threadgroup uint shared[LANES];
+    threadgroup float partial[LANES], list_values[LILY_MAX_TOP_LOGPROBS];
+    threadgroup int list_ids[LILY_MAX_TOP_LOGPROBS];
+    threadgroup atomic_uint held;
+    const group_place at = {tid, lane, sg, simdgroups};
+    const SelectTables tables = {tally, tally, tally, strips, shared};
+    const TopList list = {list_values, list_ids, &held};
+    const uint m = p.first + row, count = min(uint(request->vocab), p.count);
+    if (row >= p.limit || m >= uint(step->rows)) return;
+    device const float *x = logits + row * p.count;
+    const float top = greatest_of(x, count, partial, at);
+    float total = 0;
+    bool bad = false;
+    for (uint id = tid; id < count; id += at.threads()) {
+        bad = bad || !is_finite_bits(x[id]);
+        total += precise::exp(x[id] - top);
+    }
+    total = group_sum(total, partial, at);
+    bad = group_any(bad, shared, at);
+    const float2 minus = float2(top, precise::log(total));
+    if (tid == 0) {
+        logprobs[m] = target[m] >= 0 ? (x[target[m]] - minus.x) - minus.y : 0.0f;
+        flags[m] = bad ? 1 : 0;
+    }
+    top_of(tables, list, x, count, top, p.top, top_ids + m * p.top, top_logprobs + m * p.top, minus, at);
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The product of matrix.h by Metal 4 tensor operations, for bfloat operands: what the neural accelerators of M5-class GPUs
+// run.  All simdgroups of the threadgroup compute the tile together; which thread holds which sum is asked for.  Rows that
+// follow each other are read where they lie; beyond their end a tensor counts as zero.
+//
+// Not handled: float operands, which stay on simdgroup_matrix; Metal 3.2, where this file is empty.
+#ifndef LILY_TENSOR_H
+#define LILY_TENSOR_H
+
+#include "matrix.h"
+
+#if __METAL_VERSION__ >= 400 && !defined(LILY_ACT_F32) && !defined(LILY_MATRIX_F32)
+
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+#include <metal_tensor>
+
+typedef tensor<threadgroup bfloat, dextents<int, 2>, tensor_inline> StagedOperand;
+typedef tensor<device bfloat, dextents<int, 2>, tensor_inline> DeviceOperand;
+
+// `columns` of `rows` rows, `pitch` apart.  A tensor takes no pointer to const; operands are only read.
+inline StagedOperand staged_operand(threadgroup bfloat *p, uint columns, uint rows, uint pitch) {
+    const array<int, 2> strides = {1, int(pitch)};
+    return StagedOperand(p, dextents<int, 2>(int(columns), int(rows)), strides);
+}
+
+inline DeviceOperand device_operand(device const bfloat *p, uint columns, uint rows, uint pitch) {
+    const array<int, 2> strides = {1, int(pitch)};
+    return DeviceOperand((device bfloat *)p, dextents<int, 2>(int(columns), int(rows)), strides);
+}
+
+template <bool GATHER> struct TensorRows {
+    typedef DeviceOperand Left;
+
+    static Left left(threadgroup bfloat *, uint, uint, TileRows rows, uint at) {
+        return device_operand(rows.x + rows.first * rows.k + at, rows.k - at, rows.used, rows.k);
+    }
+};
+
+template <> struct TensorRows<true> {
+    typedef StagedOperand Left;
+
+    static Left left(threadgroup bfloat *x, uint step, uint height, TileRows, uint) {
+        return staged_operand(x, step, height, operand_pitch<bfloat>(step));
+    }
+};
+
+template <uint PARTS, uint BM, uint BN, bool GATHER> struct TensorProduct {
+    enum : uint { STEP = 64, STAGED = GATHER ? 1 : 0 };
+
+    static constexpr constant auto shape = mpp::tensor_ops::matmul2d_descriptor(
+        BM, BN, STEP, false, true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+    typedef mpp::tensor_ops::matmul2d<shape, execution_simdgroups<PRODUCT_SIMDGROUPS>> Multiply;
+    typedef typename TensorRows<GATHER>::Left Left;
+    typedef decltype(Multiply().template get_destination_cooperative_tensor<Left, StagedOperand, float>()) Sum;
+
+    Sum sum[PARTS];
+
+    void init(threadgroup float *, uint, uint) {
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+#pragma unroll
+            for (uint i = 0; i < sum[part].get_capacity(); i++) sum[part][i] = 0.0f;
+        }
+    }
+
+    void step(threadgroup bfloat *x, threadgroup bfloat *w, TileRows rows, uint at) {
+        constexpr uint pitch = operand_pitch<bfloat>(STEP);
+        Multiply multiply;
+        Left left = TensorRows<GATHER>::left(x, STEP, BM, rows, at);
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            StagedOperand right = staged_operand(w + part * BN * pitch, STEP, BN, pitch);
+            multiply.run(left, right, sum[part]);
+        }
+    }
+
+    template <typename Epilogue> void visit(Epilogue epilogue, uint rows, uint columns) {
+#pragma unroll
+        for (uint i = 0; i < sum[0].get_capacity(); i++) {
+            if (!sum[0].is_valid_element(i)) continue;
+            const auto place = sum[0].get_multidimensional_index(i);
+            const uint m = uint(place[1]), n = uint(place[0]);
+            float values[PARTS];
+#pragma unroll
+            for (uint part = 0; part < PARTS; part++) values[part] = sum[part][i];
+            if (m < rows && n < columns) epilogue(m, n, values);
+        }
+    }
+};
+
+template <uint PARTS, uint BM, uint BN, bool GATHER> struct ProductFor<bfloat, PARTS, BM, BN, GATHER> {
+    typedef TensorProduct<PARTS, BM, BN, GATHER> type;
+};
+
+#endif
+#endif
