@@ -14,7 +14,7 @@ C_FILES = $(shell find $(wildcard lily objc_shim shaders tests bench) \( -name '
 	! -name kernel_params.h ! -path 'lily/data/*' | LC_ALL=C sort)
 
 .NOTPARALLEL:
-.PHONY: help setup build compile run test test-full lint format bench sdist wheel clean
+.PHONY: help setup build compile run test test-full lint format bench sdist wheel wheel-macos clean
 
 help:
 	@echo 'make run        build Lily and write a story with the embedded model'
@@ -26,6 +26,7 @@ help:
 	@echo 'make build      compile the device libraries and the Cython modules in place'
 	@echo 'make setup      create $(VENV) with all development tools'
 	@echo 'make wheel      build the sdist and from it the wheel, into dist/'
+	@echo 'make wheel-macos  build the wheel for macOS on Apple silicon, on any machine'
 	@echo 'make clean      remove what was built; $(VENV) stays'
 
 setup: $(DEV) build
@@ -80,6 +81,9 @@ sdist: $(DEV)
 
 wheel: $(DEV)
 	@$(PY) -m build --no-isolation
+
+wheel-macos: $(DEV)
+	@$(PY) tools/wheel_macos.py
 
 clean:
 	rm -rf build dist lily_engine.egg-info lily/data lily/cpu/kernel_params.h lily/_*.c

@@ -47,18 +47,20 @@ ISA_FLAGS = {
 
 # The oldest macOS that has Metal 3.2's coherent device memory, on which the Metal device relies.
 MACOS_FLOOR = "15.0"
+METAL_FLAGS = ("-fblocks", "-fno-objc-arc", "-Werror=objc-method-access", "-Werror=incompatible-pointer-types")
+METAL_LINK_FLAGS = ("-framework", "Metal", "-framework", "Foundation", "-framework", "CoreFoundation", "-lobjc")
 
 # Folders of the checkout that the package reads at run time as lily/data/FOLDER.
-SHARED_SOURCES = {"objc_shim": ("*.h",), "shaders": ("*.metal", "*.h")}
+SHARED_SOURCES = {"objc_shim": ("lily_device.h",), "shaders": ("*.metal", "*.h")}
 
 # A free-threaded Python has no limited API; its wheel is then for that one version.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def machine_sources(folder: Path, machine: str) -> list[tuple[Path, list[str]]]:
-    """C sources of `folder` that belong into a library for `machine`, each with its own flags."""
+    """C and Objective-C sources of `folder` that belong into a library for `machine`, each with its own flags."""
     chosen = []
-    for source in sorted(folder.glob("*.c")):
+    for source in sorted(folder.glob("*.[cm]")):
         if not source.name.startswith("isa_"):
             chosen.append((source, []))
             continue
@@ -111,12 +113,13 @@ class Toolchain:
         command += ["-I", str(ROOT / "objc_shim"), "-c", str(source)]
         self._run(command, target, max(source.stat().st_mtime, newest_header))
 
-    def link(self, objects: list[Path], target: Path) -> None:
+    def link(self, objects: list[Path], target: Path, libraries: tuple[str, ...] = ()) -> None:
         if self.system == "Darwin":
             how = ["-dynamiclib", f"-Wl,-install_name,@rpath/{target.name}"]
         else:
             how = ["-shared", "-Wl,-z,defs"]
         command = [*self.command, *self._system_flags(), *self.flags, *how, *map(str, objects), "-pthread", "-lm"]
+        command += libraries
         self._run(command, target, max(path.stat().st_mtime for path in objects))
 
     def _system_flags(self) -> list[str]:
@@ -140,33 +143,49 @@ class Toolchain:
 
 
 class DeviceLibrary(Extension):
-    """A shared library that implements objc_shim/lily_device.h, made of the C files of one folder of the package."""
+    """A shared library that implements objc_shim/lily_device.h, made of the C or Objective-C files of one folder."""
 
-    def __init__(self, name: str, folder: str) -> None:
-        super().__init__(name, [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).glob("*.c"))])
-        self.folder = ROOT / folder
+    def __init__(self, name: str, folder: str, flags: tuple[str, ...] = (), link_flags: tuple[str, ...] = ()) -> None:
+        super().__init__(name, [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).glob("*.[cm]"))])
+        self.folder, self.flags, self.link_flags = ROOT / folder, flags, link_flags
 
     def build(self, toolchain: Toolchain, work: Path) -> Path:
         """Compile and link in `work`, where a later build finds what is still current; returns the library."""
-        write_kernel_params(self.folder / "kernel_params.h")
-        headers = [*self.folder.glob("*.h"), *(ROOT / "objc_shim").glob("*.h")]
+        flags = list(self.flags)
+        if self.folder.name in SHARED_SOURCES:  # which go into the wheel as they are
+            work.mkdir(parents=True, exist_ok=True)
+            write_kernel_params(work / "kernel_params.h")
+            flags += ["-I", str(work)]
+        else:
+            write_kernel_params(self.folder / "kernel_params.h")
+        headers = [*self.folder.glob("*.h"), *(ROOT / "objc_shim").glob("*.h"), *work.glob("*.h")]
         newest_header = max(path.stat().st_mtime for path in headers)
         sources = machine_sources(self.folder, toolchain.machine)
         outputs = [work / f"{source.stem}.o" for source, _ in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
-                pool.submit(toolchain.compile, source, flags, output, newest_header)
-                for (source, flags), output in zip(sources, outputs, strict=True)
+                pool.submit(toolchain.compile, source, [*flags, *own], output, newest_header)
+                for (source, own), output in zip(sources, outputs, strict=True)
             ]
         for job in jobs:
             job.result()
         library = work / (self.name.rpartition(".")[2] + toolchain.library_suffix)
-        toolchain.link(outputs, library)
+        toolchain.link(outputs, library, self.link_flags)
         return library
 
 
-def device_libraries() -> list[DeviceLibrary]:
-    return [DeviceLibrary("lily.cpu.liblily_cpu", "lily/cpu")]
+def device_libraries(system: str = platform.system()) -> list[DeviceLibrary]:
+    libraries = [DeviceLibrary("lily.cpu.liblily_cpu", "lily/cpu")]
+    if system == "Darwin":
+        libraries.append(DeviceLibrary("lily.metal.liblily_metal", "objc_shim", METAL_FLAGS, METAL_LINK_FLAGS))
+    return libraries
+
+
+def default_libraries() -> list[DeviceLibrary]:
+    """What a build on this machine makes. The Metal library has not met Apple's compiler yet, and nothing chooses it
+    yet, so that a Mac must not fail over it: it is built on request."""
+    on_request = os.environ.get("LILY_BUILD_METAL") == "1"
+    return [library for library in device_libraries() if on_request or "metal" not in library.name]
 
 
 def cython_modules() -> list[Extension]:
@@ -259,7 +278,7 @@ def wheel_options() -> dict[str, str]:
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[*device_libraries(), *cython_modules()],
+        ext_modules=[*default_libraries(), *cython_modules()],
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         options={"bdist_wheel": wheel_options()},
     )

@@ -49,6 +49,7 @@ from msl_build import Library, compiler, kernel_library, located, runtime
 from lily.device import pack_params
 from lily.kernels import KERNELS
 from lily.msl.flatten import constant_name
+from lily.msl.preprocess import Resolver
 
 __all__ = ["Call", "EmulatorError", "Run", "bf16", "needs_clang", "request", "run", "run_many", "step"]
 
@@ -144,18 +145,26 @@ def run_many(
     workers: int = 1,
     poison: int | None = 0xFF,
     source: str | None = None,
+    resolve: Resolver | None = None,
     lax: bool = False,
     raises: bool = True,
 ) -> list[Run]:
-    """Runs the calls in order in one memory; with ``raises`` false, reports are returned and raise nothing."""
+    """Runs the calls in order in one memory.
+
+    With ``raises`` false, reports are returned and raise nothing; ``lax`` allows divergent simdgroup functions;
+    ``resolve`` finds what ``source`` includes.
+    """
     memory = _Memory(checked)
     runtime().msl_clear_reports()
     runtime().msl_device_barrier()
     results = []
     try:
         for call in calls:
-            constants = {constant_name(k): int(v) for k, v in call.constants.items()}
-            library = kernel_library(call.kernel, constants, act=act, metal=metal, checked=checked, source=source)
+            # Constants of a source of the test's own are named as that source names them.
+            constants = {k if source else constant_name(k): v for k, v in call.constants.items()}
+            library = kernel_library(
+                call.kernel, constants, act=act, metal=metal, checked=checked, source=source, resolve=resolve
+            )
             launch = _launch(call, library, memory, act, poison)
             launch.order, launch.seed, launch.workers = ORDERS[order], seed, workers
             launch.flags = CHECK * checked + LAX * lax + RANDOM_LAYOUT * (order == "random")

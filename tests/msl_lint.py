@@ -204,12 +204,13 @@ _POSITIONS = (
     "thread_position_in_grid", "thread_position_in_threadgroup", "threadgroup_position_in_grid",
     "threads_per_threadgroup", "threads_per_grid", "threadgroups_per_grid",
 )  # fmt: skip
-_SCALARS = frozenset(BUILTINS) - set(_POSITIONS)
+_UNUSED = frozenset({"thread_index_in_quadgroup", "quadgroup_index_in_threadgroup"})  # for sources of others
+_SCALARS = frozenset(BUILTINS) - set(_POSITIONS) - _UNUSED
 _ON_FUNCTIONS = frozenset({"kernel", "host_name", "max_total_threads_per_threadgroup"})
 
 
 def attribute_places(s: Survey) -> Findings:
-    known = _ON_FUNCTIONS | set(BUILTINS) | {"buffer", "threadgroup", "function_constant"}
+    known = _ON_FUNCTIONS | _SCALARS | set(_POSITIONS) | {"buffer", "threadgroup", "function_constant"}
     for a in attributes(s.tokens):
         if a[0].text not in known:
             yield a[0], f"attribute {a[0].text} is not one that Lily's shaders use"

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from emulated_metal import EmulatedMetal
+from msl_build import compiler
 from msl_coverage import executed_lines
 from msl_harness import Call, EmulatorError, Run, bf16, needs_clang, run, run_many
 
@@ -135,8 +138,8 @@ READS = CONSTANTS.split("kernel void reads_undefined")[0]
 
 def test_function_constants_have_their_values_and_know_whether_they_are_set() -> None:
     o = {"o": np.zeros(1, np.int32)}
-    assert run("reads", o, constants={"bits": 4}, source=READS)["o"][0] == 40
-    assert run("reads", o, constants={"bits": 8, "other": 1}, source=READS)["o"][0] == 81
+    assert run("reads", o, constants={"C_BITS": 4}, source=READS)["o"][0] == 40
+    assert run("reads", o, constants={"C_BITS": 8, "C_OTHER": 1}, source=READS)["o"][0] == 81
 
 
 @pytest.mark.parametrize(("kernel", "says"), [("reads_undefined", "C_OTHER"), ("as_size", "variable length array")])
@@ -144,7 +147,7 @@ def test_function_constants_are_neither_guessed_nor_constant_expressions(kernel:
     head, *kernels = CONSTANTS.split("kernel void ")
     source = head + "kernel void " + next(k for k in kernels if k.startswith(kernel + "("))
     with pytest.raises(AssertionError, match=says):
-        run(kernel, {"o": np.zeros(1, np.int32)}, constants={"bits": 4}, source=source)
+        run(kernel, {"o": np.zeros(1, np.int32)}, constants={"C_BITS": 4}, source=source)
 
 
 # ---- matrix units ---------------------------------------------------------------------------------------------------
@@ -323,7 +326,7 @@ def test_the_device_refuses_what_does_not_exist() -> None:
             device.record(Plan("wide", (wide,), 0), {name: device.buffer(256) for name in "abc"})
 
 
-# ---- coverage ----------------------------------------------------------------------------------------------------
+# ---- coverage -------------------------------------------------------------------------------------------------------
 
 
 def test_covered_lines_are_those_that_ran() -> None:
@@ -344,3 +347,26 @@ def test_covered_lines_are_those_that_ran() -> None:
     """
     run("branches", {"o": np.zeros(4, np.int32)}, threads=(1,), source=source, checked=True)
     assert executed_lines()["covered.metal"] == {2, 3, 6, 9}
+
+
+# ---- fibers ---------------------------------------------------------------------------------------------------------
+
+_FIBERS = Path(__file__).parent / "emulator"
+_ARM = ["--target=aarch64-linux-gnu", "-nostdinc++", "-isystem", "/usr/aarch64-linux-gnu/include", "-fno-exceptions"]
+
+
+@pytest.mark.parametrize("level", ["-O0", "-O2"])
+@pytest.mark.parametrize("machine", ["here", "ucontext", "aarch64"])
+def test_fibers_keep_their_registers(machine: str, level: str, tmp_path: Path) -> None:
+    tools = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
+    if machine == "aarch64" and not all(map(shutil.which, tools)):
+        pytest.skip("no aarch64 compiler or emulator here")
+    options = {"here": [], "ucontext": ["-DFIBER_UCONTEXT"], "aarch64": _ARM}[machine]
+    compiled, program = tmp_path / "fiber.o", tmp_path / "fiber"
+    source = _FIBERS / "checks" / "fiber_check.cpp"
+    clang = [compiler() or "", level, *options, "-I", str(_FIBERS), "-c", str(source), "-o", str(compiled)]
+    subprocess.run(clang, check=True)
+    linker = tools[0] if machine == "aarch64" else str(compiler())
+    subprocess.run([linker, str(compiled), "-o", str(program)], check=True)
+    runner = [tools[1], "-L", "/usr/aarch64-linux-gnu"] if machine == "aarch64" else []
+    assert subprocess.run([*runner, str(program)], capture_output=True, text=True, check=True).stdout == "ok\n"

@@ -87,6 +87,15 @@ def test_includes_are_resolved_once_and_system_headers_vanish() -> None:
     assert [(t.file, t.line) for t in tokens if t.text in "abc"] == [("a.h", 2), ("b.h", 2), ("t.metal", 4)]
 
 
+def test_pragmas_to_unroll_stay_and_others_go() -> None:
+    source = (
+        '#pragma METAL x\n#pragma unroll(4)\na;\n#define P _Pragma("clang loop unroll(full)")\nP b; _Pragma("once") c;'
+    )
+    tokens = preprocess(source, "t.metal")
+    assert [t.text for t in tokens if t.kind == "pragma"] == ["#pragma unroll(4)", "#pragma clang loop unroll(full)"]
+    assert spelled(t for t in tokens if t.kind != "pragma") == "a; b; c;"
+
+
 def test_line_directives_are_obeyed() -> None:
     tokens = preprocess('a\n#line 10 "x.h"\nb\nc\n#line 1 "y.h"\n#define M d\nM', "t.metal")
     assert [(t.text, t.file, t.line) for t in tokens] == [
@@ -174,6 +183,8 @@ def test_act_f32_is_a_macro() -> None:
         ("inline float2 h(float4 v) { v.xy = v.zw; v.w += 1; return v.yx; }",
          "inline float2 h(float4 v) { v.template swizzle_ref<0, 1>() = v.template swizzle<2, 3>(); v.w += 1; "
          "return v.template swizzle<1, 0>(); }"),
+        ("struct alignas(8) A { int a; } x; struct A f(int n) { return x; }",
+         "struct alignas(8) A { int a; } x; static struct A f(int n) { return x; }"),
         ("struct S { device uint* p; uint n; };", "struct S { uint* p; uint n; };"),
         ("inline int k(int i) { if (i) return 1; else if (i > 2) return 2; for (;;) i++; }",
          "inline int k(int i) { if (i){ return 1;} else if (i > 2){ return 2;} for (;;){ i++;} }"),

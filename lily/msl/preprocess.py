@@ -99,8 +99,23 @@ class _Preprocessor:
         self.flush(pending)
 
     def flush(self, pending: list[Token]) -> None:
-        self.out.extend(self.expand(pending))
+        """Expands what has gathered, and makes pragmas of the operator _Pragma("…")."""
+        tokens = self.expand(pending)
         pending.clear()
+        i = 0
+        while i < len(tokens):
+            t = tokens[i]
+            if t.text == "_Pragma" and t.kind == "id" and i + 3 < len(tokens):
+                text = tokens[i + 2].text[1:-1].replace('\\"', '"')
+                self.pragma(tokenize(text), t)
+                i += 4
+            else:
+                self.out.append(t)
+                i += 1
+
+    def pragma(self, words: list[Token], at: Token) -> None:
+        if words and words[0].text in _KEPT_PRAGMAS:
+            self.out.append(Token("pragma", "#pragma " + spelled(words), at.file, at.line, first=True))
 
     def conditional(self, directive: str, rest: list[Token], stack: list[tuple[bool, bool, bool]], at: Token) -> bool:
         outside = all(c[0] for c in stack)
@@ -139,8 +154,8 @@ class _Preprocessor:
         elif directive == "pragma":
             if rest and rest[0].text == "once":
                 self.once.add(path)
-            elif rest and rest[0].text in _KEPT_PRAGMAS:
-                self.out.append(Token("pragma", "#pragma " + spelled(rest), at.file, at.line, first=True))
+            else:
+                self.pragma(rest, at)
         elif directive == "error":
             raise SourceError("#error " + spelled(rest), at)
         elif directive != "warning":

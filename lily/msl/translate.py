@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lily.msl.pieces import declared_names, kernel_argument, literal, swizzle
 from lily.msl.syntax import (
     CLOSE,
     OPEN,
@@ -28,12 +29,11 @@ from lily.msl.syntax import (
     without_attributes,
 )
 from lily.msl.tokens import SourceError, Token, spelled, tokenize
-from lily.msl.translation import BUILTINS, Argument, Chunk, Entry, Translation
+from lily.msl.translation import Chunk, Entry, Translation
 
 _DROPPED = frozenset({"device", "thread", "threadgroup", "ray_data", "kernel"})
 _SWIZZLE = re.compile(r"[xyzw]{2,4}|[rgba]{2,4}")
 _ASSIGNMENTS = frozenset({"=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="})
-_FLOAT = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Translator:
                 i = closing(toks, i) + 1
                 continue
             if t.kind == "num":
-                t = t.with_text(_literal(t.text))
+                t = t.with_text(literal(t.text))
             elif t.kind == "id":
                 previous = toks[i - 1].text if i else ""
                 if t.text in _DROPPED:
@@ -109,7 +109,7 @@ class Translator:
                 elif t.text == "constant":
                     t = t.with_text("const")
                 elif previous in (".", "->") and following != "(" and _SWIZZLE.fullmatch(t.text):
-                    t = t.with_text(_swizzle(t.text, following in _ASSIGNMENTS))
+                    t = t.with_text(swizzle(t.text, following in _ASSIGNMENTS))
                 elif t.text == "is_function_constant_defined":
                     t = t.with_text("MSL_IS_DEFINED_" + toks[i + 2].text)
                     i = closing(toks, i + 1)
@@ -187,13 +187,21 @@ class Translator:
         return i
 
     def class_key(self, head: list[Token]) -> str:
+        """``struct``, ``class``, ``union`` or ``enum`` if that is what the head declares, else nothing."""
         rest = without_attributes(head[self.after_template(head) :])
-        for k, t in enumerate(rest):
-            if t.text in ("struct", "class", "union", "enum"):
-                return "" if any(x.text == "(" for x in rest[k:] if x.text not in ("alignas",)) else t.text
-            if t.text in ("(", "="):
-                break
-        return ""
+        key, k = "", 0
+        while k < len(rest) and rest[k].text != "=":
+            text = rest[k].text
+            if text in ("struct", "class", "union", "enum"):
+                key = key or text
+            elif text in ("alignas", "__attribute__"):
+                k = closing(rest, k + 1)
+            elif text == ":" and key:
+                return key
+            elif text == "(":
+                return ""  # a function that returns one
+            k += 1
+        return key
 
     @staticmethod
     def initialised(head: Sequence[Token]) -> bool:
@@ -231,7 +239,7 @@ class Translator:
     def simple_declaration(self, head: list[Token], in_class: bool) -> None:
         at = head[0]
         if not in_class:
-            self.names |= _declared(head)
+            self.names |= declared_names(head)
         for a in attributes(head):
             if a[0].text == "function_constant":
                 self.function_constant(head, spelled(a[2:-1]))
@@ -357,7 +365,7 @@ class Translator:
         parameters = split_commas(head[opening + 1 : closing(head, opening)])
         arguments, free = [], 0
         for p in parameters:
-            argument = _argument(p, free)
+            argument = kernel_argument(p, free)
             if argument.kind == "BUFFER":
                 free = int(argument.index) + 1 if argument.index.isdigit() else free + 1
             arguments.append(argument)
@@ -474,72 +482,3 @@ class Translator:
                 name,
             )
         return True
-
-
-def _declared(head: list[Token]) -> set[str]:
-    """Names that a declaration without a body introduces; none for using namespace and static_assert."""
-    words = [t for t in without_attributes(head) if t.kind in ("id", "op", "num")]
-    if words[0].text == "static_assert" or (words[0].text == "using" and words[1].text == "namespace"):
-        return set()
-    if words[0].text == "using":
-        return {words[1].text}
-    if words[0].text == "template" and any(t.text == "using" for t in words):
-        at = next(i for i, t in enumerate(words) if t.text == "using")
-        return {words[at + 1].text}
-    found = set()
-    for part in split_commas(words):
-        stop = next((i for i, t in enumerate(part) if t.text in ("=", "[", "(", "{")), len(part))
-        if stop and part[stop - 1].kind == "id":
-            found.add(part[stop - 1].text)
-    return found
-
-
-def _argument(p: list[Token], free: int) -> Argument:
-    """What a kernel's parameter ``p`` binds to; ``free`` is the first unused buffer index."""
-    core = without_attributes(p)
-    name = core[-1].text
-    for a in attributes(p):
-        key, inner = a[0].text, spelled(a[2:-1])
-        if key == "buffer":
-            return Argument("BUFFER", inner, _readonly(core), name)
-        if key == "threadgroup":
-            return Argument("THREADGROUP", inner, False, name)
-        if key in BUILTINS:
-            return Argument(BUILTINS[key], "0", True, name)
-        raise SourceError(f"unknown attribute {key!r} of argument {name}", p[0])
-    if any(t.text == "threadgroup" for t in core):
-        return Argument("THREADGROUP", "0", False, name)
-    return Argument("BUFFER", str(free), _readonly(core), name)
-
-
-def _readonly(core: list[Token]) -> bool:
-    """Whether the pointee is constant: const or constant before the first ``*`` or ``&``."""
-    for t in core:
-        if t.text in ("*", "&"):
-            return False
-        if t.text in ("const", "constant"):
-            return True
-    return False
-
-
-def _swizzle(letters: str, assigned: bool) -> str:
-    alphabet = "xyzw" if letters[0] in "xyzw" else "rgba"
-    indices = ", ".join(str(alphabet.index(c)) for c in letters)
-    return f"template {'swizzle_ref' if assigned else 'swizzle'}<{indices}>()"
-
-
-def _literal(text: str) -> str:
-    """A number with the type it has in Metal: without a suffix, a real number is a float."""
-    if text.lower().startswith("0x"):
-        return text
-    m = _FLOAT.match(text)
-    digits = m.group() if m else (text[:-1] if text[-1:] in "hH" and text[:-1].isdigit() else "")
-    if not digits:
-        return text
-    suffix = text[len(digits) :].lower()
-    number = digits if any(c in digits for c in ".eE") else digits + ".0"
-    if suffix in ("", "f"):
-        return number + "f"
-    if suffix in ("h", "bf"):
-        return f"{'half' if suffix == 'h' else 'bfloat'}({number}f)"
-    return text

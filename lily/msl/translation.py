@@ -16,6 +16,8 @@ BUILTINS = {
     "thread_index_in_threadgroup": "LINEAR_INDEX",
     "thread_index_in_simdgroup": "LANE",
     "simdgroup_index_in_threadgroup": "SIMDGROUP",
+    "thread_index_in_quadgroup": "QUAD_LANE",
+    "quadgroup_index_in_threadgroup": "QUADGROUP",
     "simdgroups_per_threadgroup": "SIMDGROUPS",
     "dispatch_simdgroups_per_threadgroup": "SIMDGROUPS",
     "threads_per_threadgroup": "GROUP_SIZE",

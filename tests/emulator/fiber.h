@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(FIBER_UCONTEXT)
 extern "C" void fiber_switch(void **save, void *load);
 asm(R"(
 .text
@@ -36,7 +36,7 @@ static inline void *fiber_make(void *top, void (*entry)()) {
     return sp;
 }
 
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(FIBER_UCONTEXT)
 extern "C" void fiber_switch(void **save, void *load);
 #if defined(__APPLE__)
 #define FIBER_SYMBOL "_fiber_switch"

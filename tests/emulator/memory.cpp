@@ -141,6 +141,7 @@ MSL_EXPORT void *msl_region_new(uint64_t bytes, uint64_t skew) {
     next_offset += room + PAGE;
     if (mprotect(start, room, PROT_READ | PROT_WRITE)) return nullptr;
     Region r = {};
+    r.start = start, r.room = room;
     r.base = start + GAP + skew;
     r.bytes = bytes;
     r.cells = (Cell *)reserve(rounded((bytes + 2) / 2 * sizeof(Cell)), PROT_READ | PROT_WRITE);
@@ -154,14 +155,12 @@ MSL_EXPORT void msl_region_free(void *base) {
     auto it = regions.find((uintptr_t)base);
     if (it == regions.end()) return;
     Region &r = it->second;
+    auto gone = [&r](const View &v) { return v.region == &r; };
+    views.erase(std::remove_if(views.begin(), views.end(), gone), views.end());
+    last_view = nullptr;
     munmap(r.cells, rounded((r.bytes + 2) / 2 * sizeof(Cell)));
     for (Bits *b : {&r.read, &r.written, &r.earlier_read, &r.earlier_written}) release(*b, r.bytes);
-    uint64_t skew = (uintptr_t)r.base % PAGE;
-    mmap(r.base - skew - GAP, rounded(r.bytes + skew) + 2 * GAP, PROT_NONE,
-        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    // Views of the last run may be of this region.
-    views.clear();
-    last_view = nullptr;
+    mmap(r.start, r.room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     regions.erase(it);
     if (regions.empty()) next_offset = PAGE;
 }

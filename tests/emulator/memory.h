@@ -18,6 +18,8 @@ struct Bits { // one bit a byte of a region
 struct Region {
     uint8_t *base;
     uint64_t bytes;
+    uint8_t *start; // of the mapping, with the gaps around the region
+    uint64_t room;
     bool writable;                      // through some view of the running dispatch: only then are cells needed
     Cell *cells;                        // of the running dispatch
     Bits read, written;                 // by the running dispatch

@@ -17,7 +17,9 @@ enum {
     GROUP_SIZE,
     GRID_SIZE,
     GROUPS,
-    SIMD_WIDTH
+    SIMD_WIDTH,
+    QUAD_LANE,
+    QUADGROUP
 };
 
 template <class P> MSL_INLINE P spread(uint x, uint y, uint z) {
@@ -67,6 +69,10 @@ template <class P, int Kind, int Index> MSL_INLINE P argument(const MslLaunch *l
         return spread<P>(launch->grid);
     else if constexpr (Kind == GROUPS)
         return spread<P>(launch->groups);
+    else if constexpr (Kind == QUAD_LANE)
+        return (P)(lane->linear & 3);
+    else if constexpr (Kind == QUADGROUP)
+        return (P)(lane->linear >> 2);
     else
         return (P)32;
 }

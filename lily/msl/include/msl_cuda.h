@@ -11,7 +11,9 @@
 #define MSL_CONSTANT static __constant__
 #define MSL_DEFINE_CONSTANT(type, name, value) static constexpr type name = (type)(value)
 #define MSL_UNDEFINED_CONSTANT(type, name) static constexpr type name = {}
-#define MSL_THREADGROUP(type, name, align) __shared__ __align__(align) type name
+#define MSL_THREADGROUP(type, name, align) \
+    __shared__ __align__(align) \
+    type name
 #define MSL_COVER(n)
 
 struct MslCudaLaunch { // passed by value
@@ -57,13 +59,13 @@ template <class T> MSL_INLINE T simd_shuffle_down(T v, ushort delta) {
 template <class T> MSL_INLINE T simd_shuffle_up(T v, ushort delta) {
     return msl_by_words(v, [=](uint w) { return __shfl_up_sync(0xffffffffu, w, delta); });
 }
-#define MSL_REDUCTION(name, expression)                                                                                \
-    template <class T> MSL_INLINE T name(T a) {                                                                        \
-        for (int step = 16; step; step >>= 1) {                                                                        \
-            T b = simd_shuffle_xor(a, (ushort)step);                                                                   \
-            a = (T)(expression);                                                                                       \
-        }                                                                                                              \
-        return a;                                                                                                      \
+#define MSL_REDUCTION(name, expression) \
+    template <class T> MSL_INLINE T name(T a) { \
+        for (int step = 16; step; step >>= 1) { \
+            T b = simd_shuffle_xor(a, (ushort)step); \
+            a = (T)(expression); \
+        } \
+        return a; \
     }
 MSL_REDUCTION(simd_sum, a + b)
 MSL_REDUCTION(simd_product, a *b)
@@ -100,14 +102,11 @@ MSL_INLINE simd_vote simd_active_threads_mask() { return simd_vote(0xffffffffu);
 MSL_INLINE bool simd_is_first() { return msl_lane() == 0; }
 
 // ---- atomics ----
-template <class T> struct atomic {
-    T msl_value;
-};
+template <class T> struct atomic { T msl_value; };
 typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
 typedef atomic<float> atomic_float;
-#define MSL_ATOMIC(T, ...)                                                                                             \
-    template <class T> MSL_INLINE T __VA_ARGS__
+#define MSL_ATOMIC(T, ...) template <class T> MSL_INLINE T __VA_ARGS__
 MSL_ATOMIC(T, atomic_load_explicit(const volatile atomic<T> *p, memory_order)) {
     return *(const volatile T *)&p->msl_value;
 }
@@ -115,9 +114,9 @@ template <class T>
 MSL_INLINE void atomic_store_explicit(volatile atomic<T> *p, std::type_identity_t<T> v, memory_order) {
     *(volatile T *)&p->msl_value = v;
 }
-#define MSL_ATOMIC_UPDATE(name, function, operand)                                                                     \
-    template <class T> MSL_INLINE T name(volatile atomic<T> *p, std::type_identity_t<T> v, memory_order) {             \
-        return function((T *)&p->msl_value, operand);                                                                  \
+#define MSL_ATOMIC_UPDATE(name, function, operand) \
+    template <class T> MSL_INLINE T name(volatile atomic<T> *p, std::type_identity_t<T> v, memory_order) { \
+        return function((T *)&p->msl_value, operand); \
     }
 MSL_ATOMIC_UPDATE(atomic_exchange_explicit, atomicExch, v)
 MSL_ATOMIC_UPDATE(atomic_fetch_add_explicit, atomicAdd, v)
@@ -204,42 +203,62 @@ enum {
     GROUP_SIZE,
     GRID_SIZE,
     GROUPS,
-    SIMD_WIDTH
+    SIMD_WIDTH,
+    QUAD_LANE,
+    QUADGROUP
 };
 
 template <class P> MSL_INLINE P spread(uint x, uint y, uint z) {
-    if constexpr (metal::msl_scalar<P>) return (P)x;
-    else if constexpr (metal::msl_components_v<P> == 2) return P(x, y);
-    else return P(x, y, z);
+    if constexpr (metal::msl_scalar<P>)
+        return (P)x;
+    else if constexpr (metal::msl_components_v<P> == 2)
+        return P(x, y);
+    else
+        return P(x, y, z);
 }
 template <class P> MSL_INLINE P pointer(void *p) {
-    if constexpr (std::is_reference_v<P>) return *(std::remove_reference_t<P> *)p;
-    else return (P)p;
+    if constexpr (std::is_reference_v<P>)
+        return *(std::remove_reference_t<P> *)p;
+    else
+        return (P)p;
 }
 template <class P, int Kind, int Index> MSL_INLINE P argument(const MslCudaLaunch &launch) {
-    if constexpr (Kind == BUFFER) return pointer<P>(launch.buffers[Index]);
-    else if constexpr (Kind == THREADGROUP) return pointer<P>(msl_dynamic + launch.threadgroup_offset[Index]);
+    if constexpr (Kind == BUFFER)
+        return pointer<P>(launch.buffers[Index]);
+    else if constexpr (Kind == THREADGROUP)
+        return pointer<P>(msl_dynamic + launch.threadgroup_offset[Index]);
     else if constexpr (Kind == GRID_POSITION)
         return spread<P>(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y,
             blockIdx.z * blockDim.z + threadIdx.z);
-    else if constexpr (Kind == GROUP_POSITION) return spread<P>(threadIdx.x, threadIdx.y, threadIdx.z);
-    else if constexpr (Kind == GROUP_INDEX) return spread<P>(blockIdx.x, blockIdx.y, blockIdx.z);
-    else if constexpr (Kind == LINEAR_INDEX) return (P)metal::msl_linear();
-    else if constexpr (Kind == LANE) return (P)metal::msl_lane();
-    else if constexpr (Kind == SIMDGROUP) return (P)(metal::msl_linear() / 32);
-    else if constexpr (Kind == SIMDGROUPS) return (P)((blockDim.x * blockDim.y * blockDim.z + 31) / 32);
-    else if constexpr (Kind == GROUP_SIZE) return spread<P>(blockDim.x, blockDim.y, blockDim.z);
+    else if constexpr (Kind == GROUP_POSITION)
+        return spread<P>(threadIdx.x, threadIdx.y, threadIdx.z);
+    else if constexpr (Kind == GROUP_INDEX)
+        return spread<P>(blockIdx.x, blockIdx.y, blockIdx.z);
+    else if constexpr (Kind == LINEAR_INDEX)
+        return (P)metal::msl_linear();
+    else if constexpr (Kind == LANE)
+        return (P)metal::msl_lane();
+    else if constexpr (Kind == SIMDGROUP)
+        return (P)(metal::msl_linear() / 32);
+    else if constexpr (Kind == SIMDGROUPS)
+        return (P)((blockDim.x * blockDim.y * blockDim.z + 31) / 32);
+    else if constexpr (Kind == GROUP_SIZE)
+        return spread<P>(blockDim.x, blockDim.y, blockDim.z);
     else if constexpr (Kind == GRID_SIZE)
         return spread<P>(gridDim.x * blockDim.x, gridDim.y * blockDim.y, gridDim.z * blockDim.z);
-    else if constexpr (Kind == GROUPS) return spread<P>(gridDim.x, gridDim.y, gridDim.z);
-    else return (P)32;
+    else if constexpr (Kind == GROUPS)
+        return spread<P>(gridDim.x, gridDim.y, gridDim.z);
+    else if constexpr (Kind == QUAD_LANE)
+        return (P)(metal::msl_linear() & 3);
+    else if constexpr (Kind == QUADGROUP)
+        return (P)(metal::msl_linear() >> 2);
+    else
+        return (P)32;
 }
 
 template <int... KindIndex> struct binding {};
 template <class F> struct signature_of;
-template <class... P> struct signature_of<void (*)(P...)> {
-    using type = void(P...);
-};
+template <class... P> struct signature_of<void (*)(P...)> { using type = void(P...); };
 template <class F> using signature = typename signature_of<F>::type;
 
 template <class F, class B, class S> struct call;

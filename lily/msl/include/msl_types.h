@@ -76,7 +76,6 @@ using std::remove_cv_t;
 using std::remove_pointer_t;
 using std::remove_reference_t;
 using std::true_type;
-using std::void_t;
 
 template <class T> using remove_addrspace_t = std::remove_cv_t<std::remove_reference_t<T>>;
 template <class T>
@@ -241,10 +240,23 @@ template <class T, int N, int... I> struct msl_swizzle_ref {
         return a; \
     }
 MSL_VEC_ARITHMETIC(+)
-MSL_VEC_ARITHMETIC(-) MSL_VEC_ARITHMETIC(*) MSL_VEC_ARITHMETIC(/) MSL_VEC_ARITHMETIC(%) MSL_VEC_ARITHMETIC(&)
-    MSL_VEC_ARITHMETIC(|) MSL_VEC_ARITHMETIC(^) MSL_VEC_ARITHMETIC(<<) MSL_VEC_ARITHMETIC(>>) MSL_VEC_BINARY(<, bool)
-        MSL_VEC_BINARY(>, bool) MSL_VEC_BINARY(<=, bool) MSL_VEC_BINARY(>=, bool) MSL_VEC_BINARY(==, bool)
-            MSL_VEC_BINARY(!=, bool) MSL_VEC_BINARY(&&, bool) MSL_VEC_BINARY(||, bool)
+MSL_VEC_ARITHMETIC(-)
+MSL_VEC_ARITHMETIC(*)
+MSL_VEC_ARITHMETIC(/)
+MSL_VEC_ARITHMETIC(%)
+MSL_VEC_ARITHMETIC(&)
+MSL_VEC_ARITHMETIC(|)
+MSL_VEC_ARITHMETIC(^)
+MSL_VEC_ARITHMETIC(<<)
+MSL_VEC_ARITHMETIC(>>)
+MSL_VEC_BINARY(<, bool)
+MSL_VEC_BINARY(>, bool)
+MSL_VEC_BINARY(<=, bool)
+MSL_VEC_BINARY(>=, bool)
+MSL_VEC_BINARY(==, bool)
+MSL_VEC_BINARY(!=, bool)
+MSL_VEC_BINARY(&&, bool)
+MSL_VEC_BINARY(||, bool)
 #undef MSL_VEC_ARITHMETIC
 #undef MSL_VEC_BINARY
 
@@ -254,12 +266,13 @@ MSL_VEC_ARITHMETIC(-) MSL_VEC_ARITHMETIC(*) MSL_VEC_ARITHMETIC(/) MSL_VEC_ARITHM
         for (int i = 0; i < N; i++) r[i] = (R)(op a[i]); \
         return r; \
     }
-                MSL_VEC_UNARY(-, T) MSL_VEC_UNARY(~, T) MSL_VEC_UNARY(!, bool)
+MSL_VEC_UNARY(-, T)
+MSL_VEC_UNARY(~, T)
+MSL_VEC_UNARY(!, bool)
 #undef MSL_VEC_UNARY
 
-    // Vectors aligned as their elements are.
-    template <class T, int N>
-    struct packed_vec {
+// Vectors aligned as their elements are.
+template <class T, int N> struct packed_vec {
     T e[N];
     packed_vec() = default;
     MSL_INLINE packed_vec(const vec<T, N> &v) {

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// A submission as command buffers: encoding recorded lists, cutting them into pieces, what completion handlers do.
+//
+// A submission is normally one command buffer with one concurrent encoder.  macOS stops GPU work that runs too long, so
+// lists whose estimated time exceeds the device's slice are cut into several command buffers, at barriers only; hazard
+// tracking orders these, and the cut takes the barrier's place.  The estimate is threads times seconds per thread: a
+// guess for a slow GPU at first, then what the list itself, or another large one, was measured to take.
+#ifndef LILY_METAL_ENCODE_H
+#define LILY_METAL_ENCODE_H
+
+#include "metal_failure.h"
+#include "metal_options.h"
+
+// Seconds per thread.  Decode and prefill of the 35B model lie within a factor of two: about 10 ns on an M1.
+#define GUESSED_RATE 15e-9
+#define LARGE_WORK 1e7      // threads; lists of less say nothing about the time of large ones
+#define SHORTEST_SLICE 0.01 // seconds
+
+// ---- completion -------------------------------------------------------------------------------------------------------
+
+static submission *submission_of(lily_device *d, uint64_t ticket) { return &d->ring[ticket % TIMED_TICKETS]; }
+
+// Goes up at once, down slowly: one slow run must not be forgotten by the next.
+static void learn(double *rate, double measured) {
+    const double decayed = 0.75 * *rate + 0.25 * measured;
+    *rate = measured > decayed ? measured : decayed;
+}
+
+static void record_success(lily_device *d, submission *s, const piece *p, double seconds) {
+    s->seconds += seconds;
+    if (!p->list || seconds <= 0 || p->work <= 0) return;
+    learn(&p->list->rate, seconds / p->work);
+    if (p->work >= LARGE_WORK) learn(&d->rate, seconds / p->work);
+}
+
+static void record_failure(lily_device *d, submission *s, const piece *p, NSError *error) {
+    const failure_row *f = classify(error);
+    char text[ERROR_BYTES];
+    describe(f, p, error, text, sizeof text);
+    if (f->too_long && d->slice > SHORTEST_SLICE) d->slice /= 2;
+    if (f->too_long && p->list) p->list->rate *= 2;
+    if (f->code == LILY_ELOST) snprintf(d->lost, sizeof d->lost, "%s", text);
+    if (s->code) return; // what follows a failure in the same submission only has worse data
+    s->code = f->code;
+    snprintf(s->error, sizeof s->error, "%s", text);
+}
+
+// One part of the submission has ended; tickets are completed in their order.
+static void end_part(lily_device *d, submission *s) {
+    if (--s->parts) return;
+    uint64_t done = atomic_load(&d->completed);
+    while (done < d->submitted && !submission_of(d, done + 1)->parts) done++;
+    atomic_store(&d->completed, done);
+    pthread_cond_broadcast(&d->finished);
+}
+
+// After end_part the host may free the list.
+static void finish_piece(lily_device *d, submission *s, const piece *p, id<MTLCommandBuffer> buffer) {
+    pthread_mutex_lock(&d->mutex);
+    if ([buffer status] == MTLCommandBufferStatusCompleted)
+        record_success(d, s, p, [buffer GPUEndTime] - [buffer GPUStartTime]);
+    else
+        record_failure(d, s, p, [buffer error]);
+    end_part(d, s);
+    pthread_mutex_unlock(&d->mutex);
+}
+
+// ---- encoding ---------------------------------------------------------------------------------------------------------
+
+typedef struct {
+    lily_device *device;
+    submission *submission;
+    id<MTLCommandBuffer> buffer; // these three: not owned
+    id<MTLComputeCommandEncoder> encoder;
+    id<MTLComputePipelineState> pipeline;
+    piece piece;
+    double seconds, slice; // estimated so far; how much a piece may have, 0: any
+} encoding;
+
+// Lists and buffers outlive their submission, so the command buffer need not retain them.
+static bool begin_piece(encoding *e) {
+    lily_device *d = e->device;
+    e->buffer = [d->queue commandBufferWithUnretainedReferences];
+    e->encoder = [e->buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent];
+    e->pipeline = nil;
+    e->seconds = 0;
+    e->piece = (piece){0};
+    return e->encoder != nil;
+}
+
+static void commit_piece(encoding *e) {
+    lily_device *d = e->device;
+    submission *s = e->submission;
+    const piece p = e->piece;
+    [e->encoder endEncoding];
+    [e->buffer addCompletedHandler:^(id<MTLCommandBuffer> buffer) {
+      finish_piece(d, s, &p, buffer);
+    }];
+    pthread_mutex_lock(&d->mutex);
+    s->parts++;
+    d->pieces++;
+    pthread_mutex_unlock(&d->mutex);
+    [e->buffer commit];
+    e->encoder = nil;
+}
+
+static void encode_dispatch(encoding *e, const lily_list *list, const recorded *r) {
+    if (r->pipeline != e->pipeline) [e->encoder setComputePipelineState:r->pipeline];
+    e->pipeline = r->pipeline;
+    [e->encoder setBuffers:list->buffers + r->first
+                   offsets:list->offsets + r->first
+                 withRange:NSMakeRange(0, r->bindings)];
+    [e->encoder dispatchThreadgroups:r->grid threadsPerThreadgroup:r->threads];
+}
+
+static void count_dispatch(encoding *e, lily_list *list, const recorded *r, double rate) {
+    piece *p = &e->piece;
+    if (!p->dispatches++) p->first = r->kernel->row->name;
+    p->last = r->kernel->row->name;
+    p->work += r->work;
+    e->seconds += r->work * rate;
+    if (!p->list || list->work > p->most) p->list = list, p->most = list->work;
+}
+
+static bool encode_list(encoding *e, lily_list *list, double rate) {
+    for (uint32_t i = 0; i < list->count; i++) {
+        const recorded *r = &list->dispatch[i];
+        const bool barrier = r->barrier || i == 0;
+        if (e->encoder && barrier && e->slice > 0 && e->seconds >= e->slice) commit_piece(e);
+        if (!e->encoder) {
+            if (!begin_piece(e)) return false;
+        } else if (barrier) {
+            [e->encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+        }
+        encode_dispatch(e, list, r);
+        count_dispatch(e, list, r, rate);
+    }
+    return true;
+}
+
+// What is committed runs; if Metal gives no more command buffers the submission fails.
+static void encode(lily_device *d, submission *s, lily_list *const *lists, uint32_t count) {
+    encoding e = {.device = d, .submission = s};
+    double rates[MAX_LISTS] = {0}, seconds = 0;
+    pthread_mutex_lock(&d->mutex);
+    for (uint32_t i = 0; i < count; i++) {
+        rates[i] = lists[i]->rate > 0 ? lists[i]->rate : d->rate;
+        seconds += rates[i] * lists[i]->work;
+    }
+    e.slice = d->slice;
+    pthread_mutex_unlock(&d->mutex);
+    if (e.slice > 0 && seconds > e.slice * MAX_PIECES) e.slice = seconds / MAX_PIECES;
+    bool ok = true;
+    for (uint32_t i = 0; ok && i < count; i++) ok = encode_list(&e, lists[i], rates[i]);
+    if (e.encoder) commit_piece(&e);
+    if (ok) return;
+    pthread_mutex_lock(&d->mutex);
+    s->code = LILY_EFAILED;
+    snprintf(s->error, sizeof s->error, "Metal gave no command buffer; close other programs that use the GPU");
+    pthread_mutex_unlock(&d->mutex);
+}
+
+#endif

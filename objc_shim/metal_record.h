@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Recording: checks of a dispatch, and the list's flat arrays from which encoding needs no allocation.
+#ifndef LILY_METAL_RECORD_H
+#define LILY_METAL_RECORD_H
+
+#include "metal_runtime.h"
+
+static int check_args(const kernel_row *row, const lily_arg *args, uint32_t count) {
+    if (count != row->args || count > LILY_MAX_ARGS)
+        return fail(LILY_EINVAL, "kernel %s takes %u buffers, %u were given", row->name, row->args, count);
+    for (uint32_t i = 0; i < count; i++) {
+        const unsigned long long offset = args[i].offset;
+        if (!args[i].buffer) return fail(LILY_EINVAL, "kernel %s: buffer %u is null", row->name, i);
+        if (offset % 16)
+            return fail(LILY_EINVAL, "kernel %s: offset %llu of buffer %u is no multiple of 16", row->name, offset, i);
+        if (offset > args[i].buffer->bytes)
+            return fail(LILY_EINVAL, "kernel %s: offset %llu lies beyond the %llu bytes of buffer %u", row->name,
+                offset, (unsigned long long)args[i].buffer->bytes, i);
+    }
+    return LILY_OK;
+}
+
+static int check_sizes(const kernel_row *row, const uint32_t grid[3], const uint32_t threads[3]) {
+    const uint64_t size = (uint64_t)threads[0] * threads[1] * threads[2];
+    if (!grid[0] || !grid[1] || !grid[2])
+        return fail(
+            LILY_EINVAL, "kernel %s: a grid of %u x %u x %u groups has none", row->name, grid[0], grid[1], grid[2]);
+    if (threads[0] > 1024 || threads[1] > 1024 || threads[2] > 1024 || size % SIMD_WIDTH || !size || size > 1024)
+        return fail(LILY_EINVAL, "kernel %s: %u x %u x %u threads in a group; allowed: multiples of %d up to 1024",
+            row->name, threads[0], threads[1], threads[2], SIMD_WIDTH);
+    return LILY_OK;
+}
+
+// Makes room for `more` items after `used`; false if there is no memory.
+static bool grow(void **items, uint32_t *capacity, uint32_t used, uint32_t more, size_t size) {
+    if (used + more <= *capacity) return true;
+    const uint32_t capacity_new = 2 * *capacity > used + more ? 2 * *capacity : used + more + 64;
+    void *bigger = realloc(*items, capacity_new * size);
+    if (!bigger) return false;
+    *items = bigger;
+    *capacity = capacity_new;
+    return true;
+}
+
+static bool make_room(lily_list *l, uint32_t bindings) {
+    uint32_t offsets = l->binding_capacity;
+    return grow((void **)&l->dispatch, &l->capacity, l->count, 1, sizeof *l->dispatch) &&
+        grow((void **)&l->offsets, &offsets, l->bindings, bindings, sizeof *l->offsets) &&
+        grow((void **)&l->buffers, &l->binding_capacity, l->bindings, bindings, sizeof *l->buffers) &&
+        grow((void **)&l->params, &l->param_capacity, l->param_bytes, PARAM_ALIGNMENT, 1);
+}
+
+static void bind_buffer(lily_list *l, id<MTLBuffer> buffer, NSUInteger offset) {
+    l->buffers[l->bindings] = buffer;
+    l->offsets[l->bindings++] = offset;
+}
+
+static int append(lily_list *l, const lily_kernel *k, id<MTLComputePipelineState> pipeline, const lily_arg *args,
+    const void *params, const uint32_t grid[3], const uint32_t threads[3], bool barrier) {
+    const kernel_row *row = k->row;
+    if (!make_room(l, row->args + 1)) return fail(LILY_ENOMEM, "no memory left for dispatch %u of a list", l->count);
+    recorded *r = &l->dispatch[l->count++];
+    *r = (recorded){
+        .kernel = k, .pipeline = pipeline, .first = l->bindings, .params = l->param_bytes, .barrier = barrier};
+    for (uint32_t i = 0; i < row->args; i++) bind_buffer(l, args[i].buffer->handle, args[i].offset);
+    if (row->param_bytes) {
+        bind_buffer(l, nil, l->param_bytes); // the buffer comes with lily_list_end
+        memset(l->params + l->param_bytes, 0, PARAM_ALIGNMENT);
+        memcpy(l->params + l->param_bytes, params, row->param_bytes);
+        l->param_bytes += PARAM_ALIGNMENT;
+    }
+    r->bindings = l->bindings - r->first;
+    r->grid = MTLSizeMake(grid[0], grid[1], grid[2]);
+    r->threads = MTLSizeMake(threads[0], threads[1], threads[2]);
+    r->work = (double)grid[0] * grid[1] * grid[2] * threads[0] * threads[1] * threads[2];
+    l->work += r->work;
+    return LILY_OK;
+}
+
+#endif

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose metal device is the real shim on the stand-in for Metal, with kernels run by the emulator.
+
+    with emulated_metal(tmp_path) as metal:
+        engine = Engine(model, device="metal")     # anything that opens the metal device
+        metal.set(order=2, seed=5)                 # see standin.h
+
+Not handled: several such engines at once with different settings; speed (half a second for a token of lily-tiny).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from metal.standin import Standin, emulate, standin
+
+from lily import engine
+from lily.device import Device
+from lily.msl.flatten import flatten
+
+
+@contextmanager
+def emulated_metal(folder: Path, checked: bool = False, **options: object) -> Iterator[Standin]:
+    """Opens "metal" as the shim on the stand-in; ``options`` go to lily_open. ``folder`` keeps the shader source.
+
+    On leaving, no rule of Metal may have been broken and no object may exist. With ``checked``, kernels are the checked
+    build: races between dispatches, accesses out of bounds … fail the command buffer.
+    """
+    s = standin()
+    s.reset()
+    emulate(s, checked)
+    before = s.live
+    source = folder / "shaders.metal"
+    source.write_text(flatten())
+    # No slices: on the emulator everything takes long.
+    given: dict[str, object] = {"source": source, "cache": "off", "keep_s": 0, "slice_ms": 0, **options}
+
+    def open_device(name: str, **more: object) -> Device:
+        return Device(name, library=s.path, **given) if name == "metal" else Device(name, **more)
+
+    with mock.patch.object(engine, "Device", open_device):
+        yield s
+    found, left = s.complaints, s.live
+    s.reset()
+    assert found == []
+    assert left == before

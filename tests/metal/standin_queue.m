@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+// The stand-in's command queue: encoders that check what they are given, and a thread that runs command buffers.
+//
+// A committed command buffer waits for earlier ones of its queue with which it shares a hazard-tracked buffer, and for
+// no other: those it could overlap with on a GPU are run in an order that the test chooses.  Sharing a buffer that is
+// not tracked without such an order is a race, which is reported.  Between barriers, dispatches run in a chosen order.
+#define _GNU_SOURCE
+#include <unistd.h>
+
+#include "standin.h"
+
+enum { SLOTS = MSL_BUFFERS };
+
+typedef struct {
+    StandinPipeline *pipeline; // nil: a barrier
+    StandinBuffer *buffer[SLOTS];
+    NSUInteger offset[SLOTS];
+    MTLSize grid, threads;
+} record;
+
+@interface StandinCommands : NSObject <MTLCommandBuffer> {
+  @public
+    StandinQueue *queue;
+    record *records;
+    NSUInteger count, room;
+    uint32_t number;
+    bool encoding, encoded, committed;
+    MTLCommandBufferStatus state;
+    NSError *failure;
+    double began, ended;
+    void (^handler)(id<MTLCommandBuffer>);
+    NSMutableSet *after; // numbers of earlier ones that must have ended
+}
+@end
+
+@interface StandinEncoder : NSObject <MTLComputeCommandEncoder> {
+  @public
+    StandinCommands *commands;
+    record current;
+    bool ended;
+}
+@end
+
+// ---- encoding ---------------------------------------------------------------------------------------------------------
+
+static record *add_record(StandinCommands *c) {
+    if (c->count == c->room) c->records = realloc(c->records, (c->room = 2 * c->room + 64) * sizeof *c->records);
+    return memset(&c->records[c->count++], 0, sizeof(record));
+}
+
+@implementation StandinEncoder
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
+    if (ended) complain("setComputePipelineState after endEncoding");
+    current.pipeline = (StandinPipeline *)state;
+}
+- (void)setBuffers:(const id<MTLBuffer> *)buffers offsets:(const NSUInteger *)offsets withRange:(NSRange)range {
+    if (range.location + range.length > SLOTS)
+        complain("buffer index %lu", (unsigned long)(range.location + range.length));
+    for (NSUInteger i = 0; i < range.length && range.location + i < SLOTS; i++) {
+        StandinBuffer *b = (StandinBuffer *)buffers[i];
+        if (!is_live(b))
+            complain("buffer %lu is nil or was freed", (unsigned long)i);
+        else if (offsets[i] > b->length)
+            complain("offset %lu of buffer %lu", (unsigned long)offsets[i], (unsigned long)i);
+        current.buffer[range.location + i] = b;
+        current.offset[range.location + i] = offsets[i];
+    }
+}
+- (void)check:(MTLSize)grid threads:(MTLSize)threads {
+    const NSUInteger size = threads.width * threads.height * threads.depth;
+    StandinPipeline *p = current.pipeline;
+    if (!p) return complain("a dispatch without a pipeline");
+    const char *name = [p->function->name UTF8String];
+    if (ended) complain("%s: dispatch after endEncoding", name);
+    if (!size || size > p->threads)
+        complain("%s: %lu threads, allowed %lu", name, (unsigned long)size, (unsigned long)p->threads);
+    if (p->whole && size % (NSUInteger)config.simd_width)
+        complain("%s: %lu threads are no whole simdgroups", name, (unsigned long)size);
+    if (!grid.width || !grid.height || !grid.depth) complain("%s: an empty grid", name);
+    for (int i = 0; i < SLOTS; i++) {
+        if ((p->function->kernel.arguments >> i & 1) && !current.buffer[i])
+            complain("%s: buffer %d is not set", name, i);
+    }
+}
+- (void)dispatchThreadgroups:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads {
+    [self check:grid threads:threads];
+    if (!current.pipeline) return;
+    record *r = add_record(commands);
+    *r = current;
+    r->grid = grid;
+    r->threads = threads;
+    note("dispatch %s %lu %lu %lu x %lu", [current.pipeline->function->name UTF8String], (unsigned long)grid.width,
+        (unsigned long)grid.height, (unsigned long)grid.depth,
+        (unsigned long)(threads.width * threads.height * threads.depth));
+}
+- (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
+    if (scope != MTLBarrierScopeBuffers) complain("barrier of another scope");
+    if (ended) complain("barrier after endEncoding");
+    add_record(commands);
+    note("barrier");
+}
+- (void)endEncoding {
+    if (ended) complain("endEncoding twice");
+    ended = true;
+    commands->encoding = false;
+}
+- (void)dealloc {
+    if (!ended) complain("an encoder was dropped before endEncoding");
+    died("encoder");
+    [super dealloc];
+}
+@end
+
+// ---- running ----------------------------------------------------------------------------------------------------------
+
+static uint32_t shuffle_state;
+
+static NSUInteger pick(NSUInteger count) {
+    if (config.order == MSL_REVERSE) return count - 1;
+    if (config.order == MSL_FORWARD || count < 2) return 0;
+    shuffle_state = shuffle_state * 1664525u + 1013904223u;
+    return (shuffle_state >> 8) % count;
+}
+
+static void run_record(const record *r) {
+    StandinFunction *f = r->pipeline->function;
+    MslLaunch launch = {
+        .order = (uint32_t)config.order, .seed = (uint32_t)config.seed, .workers = (uint32_t)config.workers};
+    launch.flags = config.checked ? MSL_CHECK : 0;
+    launch.name = [f->name UTF8String];
+    uint32_t views = 0;
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        StandinBuffer *b = r->buffer[i];
+        if (!b || !(f->kernel.arguments >> i & 1)) continue;
+        if (!is_live(b)) {
+            complain("%s: buffer %u was freed before its use", launch.name, i);
+            return;
+        }
+        launch.buffers[i] = b->gpu + r->offset[i];
+        launch.bytes[i] = b->length - r->offset[i];
+        char name[16];
+        snprintf(name, sizeof name, "buffer %u", i);
+        if (config.checked &&
+            backend.view(views++, launch.buffers[i], launch.bytes[i], f->kernel.writable >> i & 1, name))
+            complain("%s: buffer %u is unknown to the emulator", launch.name, i);
+    }
+    const MTLSize sizes[2] = {r->grid, r->threads};
+    const NSUInteger groups[3] = {sizes[0].width, sizes[0].height, sizes[0].depth};
+    const NSUInteger threads[3] = {sizes[1].width, sizes[1].height, sizes[1].depth};
+    for (int i = 0; i < 3; i++) {
+        launch.groups[i] = (uint32_t)groups[i];
+        launch.group_size[i] = (uint32_t)threads[i];
+        launch.grid[i] = (uint32_t)(groups[i] * threads[i]);
+    }
+    if (backend.dispatch && f->kernel.entry) backend.dispatch(f->kernel.entry, &launch);
+}
+
+// Runs what stands between two barriers, in the chosen order.
+static void run_interval(const record *records, NSUInteger count) {
+    const record *left[count + 1];
+    for (NSUInteger i = 0; i < count; i++) left[i] = &records[i];
+    while (count) {
+        const NSUInteger i = pick(count);
+        run_record(left[i]);
+        memmove(&left[i], &left[i + 1], (--count - i) * sizeof *left);
+    }
+}
+
+static void run_commands(StandinCommands *c) {
+    if (config.delay_us) usleep((useconds_t)config.delay_us);
+    c->began = seconds_now();
+    if (backend.barrier) backend.barrier();
+    for (NSUInteger i = 0; i < c->count;) {
+        NSUInteger end = i;
+        while (end < c->count && c->records[end].pipeline) end++;
+        run_interval(&c->records[i], end - i);
+        if (backend.barrier) backend.barrier();
+        i = end + 1;
+    }
+    c->ended = seconds_now();
+    c->state = MTLCommandBufferStatusCompleted;
+    const char *found = backend.reports ? backend.reports() : "";
+    if (*found) {
+        complain("%s", found);
+        c->failure = [error_of(MTLCommandBufferErrorPageFault, found) retain];
+        backend.clear_reports();
+    }
+    if (config.fail_submission == c->number)
+        c->failure = [error_of((NSInteger)config.fail_code, config.fail_text) retain];
+    if (c->failure) c->state = MTLCommandBufferStatusError;
+}
+
+static bool shares(StandinCommands *a, StandinCommands *b, bool tracked) {
+    for (NSUInteger i = 0; i < a->count; i++) {
+        for (int k = 0; k < SLOTS; k++) {
+            StandinBuffer *x = a->records[i].buffer[k];
+            if (!x || x->tracked != tracked) continue;
+            for (NSUInteger j = 0; j < b->count; j++) {
+                for (int l = 0; l < SLOTS; l++)
+                    if (b->records[j].buffer[l] == x) return true;
+            }
+        }
+    }
+    return false;
+}
+
+static bool ready(StandinQueue *q, NSUInteger index) {
+    StandinCommands *c = [q->waiting objectAtIndex:index];
+    for (NSUInteger i = 0; i < index; i++) {
+        StandinCommands *earlier = [q->waiting objectAtIndex:i];
+        if ([c->after containsObject:[NSNumber numberWithUnsignedInt:earlier->number]]) return false;
+    }
+    return true;
+}
+
+// One that may run now; what runs before an earlier one must not share memory with it.
+static StandinCommands *next_commands(StandinQueue *q) {
+    NSUInteger candidates[512], count = 0;
+    for (NSUInteger i = 0; i < [q->waiting count] && count < 512; i++)
+        if (ready(q, i)) candidates[count++] = i;
+    if (!count) return nil;
+    const NSUInteger chosen = candidates[pick(count)];
+    StandinCommands *c = [q->waiting objectAtIndex:chosen];
+    for (NSUInteger i = 0; i < [q->waiting count]; i++) {
+        StandinCommands *other = [q->waiting objectAtIndex:i];
+        if (i < chosen && shares(c, other, false))
+            complain("race: command buffers %u and %u share a buffer and are in no order", other->number, c->number);
+    }
+    return c;
+}
+
+static void *run_queue(void *argument) {
+    StandinQueue *q = argument;
+    pthread_mutex_lock(&q->mutex);
+    for (;;) {
+        NSAutoreleasePool *pool = [[NSAutoreleasePool alloc] init];
+        while (![q->waiting count] && !q->closing) pthread_cond_wait(&q->changed, &q->mutex);
+        if (![q->waiting count]) {
+            [pool release];
+            break;
+        }
+        StandinCommands *c = [next_commands(q) retain];
+        pthread_mutex_unlock(&q->mutex);
+        run_commands(c);
+        if (c->handler) c->handler(c);
+        pthread_mutex_lock(&q->mutex);
+        [q->waiting removeObject:c];
+        q->open--;
+        pthread_cond_broadcast(&q->changed);
+        [c release];
+        [pool release];
+    }
+    pthread_mutex_unlock(&q->mutex);
+    return NULL;
+}
+
+// ---- command buffers --------------------------------------------------------------------------------------------------
+
+@implementation StandinCommands
+- (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type {
+    if (type != MTLDispatchTypeConcurrent) complain("an encoder that is not concurrent");
+    if (encoding || encoded) complain("a second encoder in a command buffer");
+    if (config.fail_encoder && ++queue->encoders >= config.fail_encoder) return nil;
+    encoding = encoded = true;
+    StandinEncoder *e = [[[StandinEncoder alloc] init] autorelease];
+    born("encoder");
+    e->commands = self;
+    note("encoder");
+    return e;
+}
+- (void)addCompletedHandler:(void (^)(id<MTLCommandBuffer>))block {
+    if (committed) complain("addCompletedHandler after commit");
+    if (handler) complain("a second completion handler");
+    handler = Block_copy(block);
+}
+- (void)commit {
+    if (encoding) complain("commit before endEncoding");
+    if (committed) complain("commit twice");
+    pthread_mutex_lock(&queue->mutex);
+    committed = true;
+    state = MTLCommandBufferStatusCommitted;
+    for (StandinCommands *earlier in queue->waiting) {
+        if (shares(self, earlier, true)) [after addObject:[NSNumber numberWithUnsignedInt:earlier->number]];
+    }
+    [queue->waiting addObject:self];
+    note("commit %u", number);
+    pthread_cond_broadcast(&queue->changed);
+    pthread_mutex_unlock(&queue->mutex);
+}
+- (MTLCommandBufferStatus)status {
+    return state;
+}
+- (NSError *)error {
+    return failure;
+}
+- (CFTimeInterval)GPUStartTime {
+    return began;
+}
+- (CFTimeInterval)GPUEndTime {
+    return ended;
+}
+- (void)dealloc {
+    if (!committed) {
+        pthread_mutex_lock(&queue->mutex);
+        queue->open--;
+        pthread_mutex_unlock(&queue->mutex);
+    }
+    free(records);
+    [failure release];
+    if (handler) Block_release(handler);
+    [after release];
+    died("command buffer");
+    [super dealloc];
+}
+@end
+
+@implementation StandinQueue
+- (id<MTLCommandBuffer>)commandBufferWithUnretainedReferences {
+    pthread_mutex_lock(&mutex);
+    while (open >= capacity) pthread_cond_wait(&changed, &mutex);
+    open++;
+    StandinCommands *c = [[[StandinCommands alloc] init] autorelease];
+    c->number = ++made;
+    pthread_mutex_unlock(&mutex);
+    born("command buffer");
+    c->queue = self;
+    c->after = [[NSMutableSet alloc] init];
+    return c;
+}
+- (void)addResidencySet:(id<MTLResidencySet>)set {
+    (void)set;
+    sets++;
+}
+- (void)removeResidencySet:(id<MTLResidencySet>)set {
+    (void)set;
+    if (!sets--) complain("removeResidencySet of a set that the queue does not have");
+}
+- (void)dealloc {
+    pthread_mutex_lock(&mutex);
+    closing = true;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+    pthread_join(thread, NULL);
+    if (sets) complain("a queue was freed with its residency set");
+    [waiting release];
+    died("queue");
+    [super dealloc];
+}
+@end
+
+StandinQueue *standin_queue(NSUInteger capacity) {
+    StandinQueue *q = [[StandinQueue alloc] init];
+    born("queue");
+    q->capacity = capacity;
+    q->waiting = [[NSMutableArray alloc] init];
+    shuffle_state = (uint32_t)config.seed;
+    pthread_mutex_init(&q->mutex, NULL);
+    pthread_cond_init(&q->changed, NULL);
+    pthread_create(&q->thread, NULL, run_queue, q);
+    return q;
+}
