@@ -78,6 +78,36 @@ kernel void write_after_shared_read(device float *o [[buffer(0)]], uint tid [[th
     o[tid] = x;
 }
 
+// A simdgroup function makes lanes meet, but orders nothing in memory; lane 31 writes what all have read.
+// expect: race  1 x 32
+kernel void write_after_read_in_step(device float *o [[buffer(0)]], uint tid [[thread_index_in_threadgroup]]) {
+    threadgroup float s;
+    if (tid == 0) s = 1;
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const float x = s, sum = simd_sum(x);
+    if (tid == 31) s = sum;
+    o[tid] = sum;
+}
+
+// expect: clean  1 x 32
+kernel void write_after_read_with_barrier(device float *o [[buffer(0)]], uint tid [[thread_index_in_threadgroup]]) {
+    threadgroup float s;
+    if (tid == 0) s = 1;
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const float x = s, sum = simd_sum(x);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (tid == 31) s = sum;
+    o[tid] = sum;
+}
+
+// The same in device memory.
+// expect: race  1 x 32
+kernel void device_write_after_read_in_step(device float *o [[buffer(0)]], uint tid [[thread_index_in_threadgroup]]) {
+    const float x = o[100], sum = simd_sum(x);
+    if (tid == 31) o[100] = sum;
+    o[tid] = sum;
+}
+
 // expect: race  1 x 64
 kernel void device_no_barrier(device float *o [[buffer(0)]], uint tid [[thread_index_in_threadgroup]]) {
     o[tid] = tid;
