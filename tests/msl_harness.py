@@ -44,7 +44,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kernel_harness import request, step
-from msl_build import Library, compiler, kernel_library, located, runtime
+from msl_build import Library, compiler, kernel_library, located, runtime, translation
 
 from lily.device import pack_params
 from lily.kernels import KERNELS
@@ -160,8 +160,9 @@ def run_many(
     results = []
     try:
         for call in calls:
-            # Constants of a source of the test's own are named as that source names them.
-            constants = {k if source else constant_name(k): v for k, v in call.constants.items()}
+            # A source of the test's own may have constants that the kernel table does not name.
+            own = translation(source, metal, checked, resolve).constants if source else {}
+            constants = {k if k in own else constant_name(k): v for k, v in call.constants.items()}
             library = kernel_library(
                 call.kernel, constants, act=act, metal=metal, checked=checked, source=source, resolve=resolve
             )

@@ -132,22 +132,40 @@ template <class T> struct msl_lane_op : MslOp {
     MSL_REDUCTION(simd_and, T, a &b) \
     MSL_REDUCTION(simd_or, T, a | b) \
     MSL_REDUCTION(simd_xor, T, a ^ b)
-#define MSL_SIMD_VECTORS(T) MSL_SIMD_MOVES(T) MSL_SIMD_MOVES(T##2) MSL_SIMD_MOVES(T##3) MSL_SIMD_MOVES(T##4)
+#define MSL_SIMD_VECTORS(T) \
+    MSL_SIMD_MOVES(T) \
+    MSL_SIMD_MOVES(T##2) \
+    MSL_SIMD_MOVES(T##3) \
+    MSL_SIMD_MOVES(T##4)
 MSL_SIMD_VECTORS(float)
 MSL_SIMD_VECTORS(half)
-MSL_SIMD_VECTORS(int) MSL_SIMD_VECTORS(uint) MSL_SIMD_VECTORS(short) MSL_SIMD_VECTORS(ushort) MSL_SIMD_ARITHMETIC(float)
-    MSL_SIMD_ARITHMETIC(half) MSL_SIMD_ARITHMETIC(int) MSL_SIMD_ARITHMETIC(uint) MSL_SIMD_ARITHMETIC(short)
-        MSL_SIMD_ARITHMETIC(ushort) MSL_SIMD_BITS(int) MSL_SIMD_BITS(uint) MSL_SIMD_BITS(short) MSL_SIMD_BITS(ushort)
+MSL_SIMD_VECTORS(int)
+MSL_SIMD_VECTORS(uint)
+MSL_SIMD_VECTORS(short)
+MSL_SIMD_VECTORS(ushort)
+MSL_SIMD_ARITHMETIC(float)
+MSL_SIMD_ARITHMETIC(half)
+MSL_SIMD_ARITHMETIC(int)
+MSL_SIMD_ARITHMETIC(uint)
+MSL_SIMD_ARITHMETIC(short)
+MSL_SIMD_ARITHMETIC(ushort)
+MSL_SIMD_BITS(int)
+MSL_SIMD_BITS(uint)
+MSL_SIMD_BITS(short)
+MSL_SIMD_BITS(ushort)
 #define MSL_SIMD_VECTOR_SUMS(T) \
     MSL_REDUCTION(simd_sum, T##2, a + b) \
     MSL_REDUCTION(simd_sum, T##3, a + b) \
-    MSL_REDUCTION(simd_sum, T##4, a + b) MSL_REDUCTION(simd_max, T##2, max(a, b)) \
-        MSL_REDUCTION(simd_max, T##4, max(a, b)) MSL_REDUCTION(simd_min, T##2, min(a, b)) \
-            MSL_REDUCTION(simd_min, T##4, min(a, b))
-            MSL_SIMD_VECTOR_SUMS(float) MSL_SIMD_VECTOR_SUMS(half)
+    MSL_REDUCTION(simd_sum, T##4, a + b) \
+    MSL_REDUCTION(simd_max, T##2, max(a, b)) \
+    MSL_REDUCTION(simd_max, T##4, max(a, b)) \
+    MSL_REDUCTION(simd_min, T##2, min(a, b)) \
+    MSL_REDUCTION(simd_min, T##4, min(a, b))
+MSL_SIMD_VECTOR_SUMS(float)
+MSL_SIMD_VECTOR_SUMS(half)
 
-    // ---- votes ----
-    struct simd_vote {
+// ---- votes ----
+struct simd_vote {
     typedef ulong vote_t;
     ulong mask;
     MSL_INLINE explicit simd_vote(vote_t m = 0) : mask(m) {}

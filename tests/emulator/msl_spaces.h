@@ -62,8 +62,16 @@ template <class T, int N> using vec = T __attribute__((ext_vector_type(N)));
     };
 MSL_VECTORS(float)
 MSL_VECTORS(half)
-MSL_VECTORS(bfloat) MSL_VECTORS(int) MSL_VECTORS(uint) MSL_VECTORS(short) MSL_VECTORS(ushort) MSL_VECTORS(char)
-    MSL_VECTORS(uchar) MSL_VECTORS(long) MSL_VECTORS(ulong) typedef bool bool2 __attribute__((ext_vector_type(2)));
+MSL_VECTORS(bfloat)
+MSL_VECTORS(int)
+MSL_VECTORS(uint)
+MSL_VECTORS(short)
+MSL_VECTORS(ushort)
+MSL_VECTORS(char)
+MSL_VECTORS(uchar)
+MSL_VECTORS(long)
+MSL_VECTORS(ulong)
+typedef bool bool2 __attribute__((ext_vector_type(2)));
 typedef bool bool4 __attribute__((ext_vector_type(4)));
 
 template <class A> constexpr int msl_count() {
@@ -154,15 +162,36 @@ MSL_FLOATS(MSL_ORDERED)
     void name(bfloat, bfloat, bfloat) = delete;
 MSL_NOT_BFLOAT_1(exp)
 MSL_NOT_BFLOAT_1(exp2)
-MSL_NOT_BFLOAT_1(log) MSL_NOT_BFLOAT_1(log2) MSL_NOT_BFLOAT_1(sin) MSL_NOT_BFLOAT_1(cos) MSL_NOT_BFLOAT_1(tanh)
-    MSL_NOT_BFLOAT_1(sqrt) MSL_NOT_BFLOAT_1(rsqrt) MSL_NOT_BFLOAT_1(floor) MSL_NOT_BFLOAT_1(ceil)
-        MSL_NOT_BFLOAT_1(round) MSL_NOT_BFLOAT_1(rint) MSL_NOT_BFLOAT_1(fabs) MSL_NOT_BFLOAT_1(abs)
-            MSL_NOT_BFLOAT_1(sign) MSL_NOT_BFLOAT_1(saturate) MSL_NOT_BFLOAT_1(isnan) MSL_NOT_BFLOAT_1(isinf)
-                MSL_NOT_BFLOAT_1(isfinite) MSL_NOT_BFLOAT_2(pow) MSL_NOT_BFLOAT_2(min) MSL_NOT_BFLOAT_2(max)
-                    MSL_NOT_BFLOAT_2(fmin) MSL_NOT_BFLOAT_2(fmax) MSL_NOT_BFLOAT_2(divide) MSL_NOT_BFLOAT_3(fma)
-                        MSL_NOT_BFLOAT_3(mix) MSL_NOT_BFLOAT_3(clamp) MSL_INTEGERS(MSL_ORDERED)
-                            MSL_INTEGERS(MSL_BITS) template <class T, class C>
-                            T select(T, T, C);
+MSL_NOT_BFLOAT_1(log)
+MSL_NOT_BFLOAT_1(log2)
+MSL_NOT_BFLOAT_1(sin)
+MSL_NOT_BFLOAT_1(cos)
+MSL_NOT_BFLOAT_1(tanh)
+MSL_NOT_BFLOAT_1(sqrt)
+MSL_NOT_BFLOAT_1(rsqrt)
+MSL_NOT_BFLOAT_1(floor)
+MSL_NOT_BFLOAT_1(ceil)
+MSL_NOT_BFLOAT_1(round)
+MSL_NOT_BFLOAT_1(rint)
+MSL_NOT_BFLOAT_1(fabs)
+MSL_NOT_BFLOAT_1(abs)
+MSL_NOT_BFLOAT_1(sign)
+MSL_NOT_BFLOAT_1(saturate)
+MSL_NOT_BFLOAT_1(isnan)
+MSL_NOT_BFLOAT_1(isinf)
+MSL_NOT_BFLOAT_1(isfinite)
+MSL_NOT_BFLOAT_2(pow)
+MSL_NOT_BFLOAT_2(min)
+MSL_NOT_BFLOAT_2(max)
+MSL_NOT_BFLOAT_2(fmin)
+MSL_NOT_BFLOAT_2(fmax)
+MSL_NOT_BFLOAT_2(divide)
+MSL_NOT_BFLOAT_3(fma)
+MSL_NOT_BFLOAT_3(mix)
+MSL_NOT_BFLOAT_3(clamp)
+MSL_INTEGERS(MSL_ORDERED)
+MSL_INTEGERS(MSL_BITS)
+template <class T, class C> T select(T, T, C);
 bool isnan(float);
 bool isinf(float);
 bool isfinite(float);
@@ -179,15 +208,31 @@ namespace precise {
 MSL_FLOATS(MSL_MATH)
 MSL_NOT_BFLOAT_1(exp)
 MSL_NOT_BFLOAT_1(exp2)
-MSL_NOT_BFLOAT_1(log) MSL_NOT_BFLOAT_1(log2) MSL_NOT_BFLOAT_1(sin) MSL_NOT_BFLOAT_1(cos) MSL_NOT_BFLOAT_1(tanh)
-    MSL_NOT_BFLOAT_1(sqrt) MSL_NOT_BFLOAT_1(rsqrt) MSL_NOT_BFLOAT_2(pow) MSL_NOT_BFLOAT_2(divide) MSL_NOT_BFLOAT_3(fma)
+MSL_NOT_BFLOAT_1(log)
+MSL_NOT_BFLOAT_1(log2)
+MSL_NOT_BFLOAT_1(sin)
+MSL_NOT_BFLOAT_1(cos)
+MSL_NOT_BFLOAT_1(tanh)
+MSL_NOT_BFLOAT_1(sqrt)
+MSL_NOT_BFLOAT_1(rsqrt)
+MSL_NOT_BFLOAT_2(pow)
+MSL_NOT_BFLOAT_2(divide)
+MSL_NOT_BFLOAT_3(fma)
 } // namespace precise
 namespace fast {
 MSL_FLOATS(MSL_MATH)
 MSL_NOT_BFLOAT_1(exp)
 MSL_NOT_BFLOAT_1(exp2)
-MSL_NOT_BFLOAT_1(log) MSL_NOT_BFLOAT_1(log2) MSL_NOT_BFLOAT_1(sin) MSL_NOT_BFLOAT_1(cos) MSL_NOT_BFLOAT_1(tanh)
-    MSL_NOT_BFLOAT_1(sqrt) MSL_NOT_BFLOAT_1(rsqrt) MSL_NOT_BFLOAT_2(pow) MSL_NOT_BFLOAT_2(divide) MSL_NOT_BFLOAT_3(fma)
+MSL_NOT_BFLOAT_1(log)
+MSL_NOT_BFLOAT_1(log2)
+MSL_NOT_BFLOAT_1(sin)
+MSL_NOT_BFLOAT_1(cos)
+MSL_NOT_BFLOAT_1(tanh)
+MSL_NOT_BFLOAT_1(sqrt)
+MSL_NOT_BFLOAT_1(rsqrt)
+MSL_NOT_BFLOAT_2(pow)
+MSL_NOT_BFLOAT_2(divide)
+MSL_NOT_BFLOAT_3(fma)
 } // namespace fast
 
 #define MSL_SIMD(T) \
@@ -339,6 +384,14 @@ template <class D, class S> D as_type(S) {
     using metal::packed_##n##4;
 MSL_USING(float)
 MSL_USING(half)
-MSL_USING(bfloat) MSL_USING(int) MSL_USING(uint) MSL_USING(short) MSL_USING(ushort) MSL_USING(char) MSL_USING(uchar)
-    MSL_USING(long) MSL_USING(ulong) using metal::bool2;
+MSL_USING(bfloat)
+MSL_USING(int)
+MSL_USING(uint)
+MSL_USING(short)
+MSL_USING(ushort)
+MSL_USING(char)
+MSL_USING(uchar)
+MSL_USING(long)
+MSL_USING(ulong)
+using metal::bool2;
 using metal::bool4;

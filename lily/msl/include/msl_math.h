@@ -99,7 +99,12 @@ MSL_MATH_2(copysign, MSL_BUILTIN(copysignf)(x, y))
     MSL_INLINE constexpr T max3(T a, T b, T c) { return max(max(a, b), c); }
 MSL_ORDER(char)
 MSL_ORDER(uchar)
-MSL_ORDER(short) MSL_ORDER(ushort) MSL_ORDER(int) MSL_ORDER(uint) MSL_ORDER(long) MSL_ORDER(ulong)
+MSL_ORDER(short)
+MSL_ORDER(ushort)
+MSL_ORDER(int)
+MSL_ORDER(uint)
+MSL_ORDER(long)
+MSL_ORDER(ulong)
 #undef MSL_ORDER
 #define MSL_ORDER(T) \
     MSL_INLINE T min(T a, T b) { return b < a || a != a ? b : a; } \
@@ -107,10 +112,14 @@ MSL_ORDER(short) MSL_ORDER(ushort) MSL_ORDER(int) MSL_ORDER(uint) MSL_ORDER(long
     MSL_INLINE T clamp(T x, T low, T high) { return min(max(x, low), high); } \
     MSL_INLINE T min3(T a, T b, T c) { return min(min(a, b), c); } \
     MSL_INLINE T max3(T a, T b, T c) { return max(max(a, b), c); }
-    MSL_ORDER(half) MSL_ORDER(float)
+MSL_ORDER(half)
+MSL_ORDER(float)
 #undef MSL_ORDER
-        MSL_VECTOR_2(min) MSL_VECTOR_2(max) MSL_VECTOR_3(clamp) template <class T, int N>
-        MSL_INLINE vec<T, N> clamp(const vec<T, N> &x, std::type_identity_t<T> l, std::type_identity_t<T> h) {
+MSL_VECTOR_2(min)
+MSL_VECTOR_2(max)
+MSL_VECTOR_3(clamp)
+template <class T, int N>
+MSL_INLINE vec<T, N> clamp(const vec<T, N> &x, std::type_identity_t<T> l, std::type_identity_t<T> h) {
     return clamp(x, vec<T, N>(l), vec<T, N>(h));
 }
 
@@ -118,15 +127,17 @@ MSL_ORDER(short) MSL_ORDER(ushort) MSL_ORDER(int) MSL_ORDER(uint) MSL_ORDER(long
     MSL_INLINE constexpr T abs(T x) { return x < 0 ? (T)-x : x; }
 MSL_ABS(char)
 MSL_ABS(short)
-MSL_ABS(int) MSL_ABS(long)
+MSL_ABS(int)
+MSL_ABS(long)
 #undef MSL_ABS
 #define MSL_ABS(T) \
     MSL_INLINE constexpr T abs(T x) { return x; }
-    MSL_ABS(uchar) MSL_ABS(ushort) MSL_ABS(uint) MSL_ABS(ulong)
+MSL_ABS(uchar)
+MSL_ABS(ushort)
+MSL_ABS(uint)
+MSL_ABS(ulong)
 #undef MSL_ABS
-        MSL_INLINE float abs(float x) {
-    return MSL_BUILTIN(fabsf)(x);
-}
+MSL_INLINE float abs(float x) { return MSL_BUILTIN(fabsf)(x); }
 MSL_INLINE half abs(half x) { return (half)MSL_BUILTIN(fabsf)((float)x); }
 MSL_VECTOR_1(abs)
 

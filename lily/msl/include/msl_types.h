@@ -241,10 +241,22 @@ template <class T, int N, int... I> struct msl_swizzle_ref {
     }
 MSL_VEC_ARITHMETIC(+)
 MSL_VEC_ARITHMETIC(-)
-MSL_VEC_ARITHMETIC(*) MSL_VEC_ARITHMETIC(/) MSL_VEC_ARITHMETIC(%) MSL_VEC_ARITHMETIC(&) MSL_VEC_ARITHMETIC(|)
-    MSL_VEC_ARITHMETIC(^) MSL_VEC_ARITHMETIC(<<) MSL_VEC_ARITHMETIC(>>) MSL_VEC_BINARY(<, bool) MSL_VEC_BINARY(>, bool)
-        MSL_VEC_BINARY(<=, bool) MSL_VEC_BINARY(>=, bool) MSL_VEC_BINARY(==, bool) MSL_VEC_BINARY(!=, bool)
-            MSL_VEC_BINARY(&&, bool) MSL_VEC_BINARY(||, bool)
+MSL_VEC_ARITHMETIC(*)
+MSL_VEC_ARITHMETIC(/)
+MSL_VEC_ARITHMETIC(%)
+MSL_VEC_ARITHMETIC(&)
+MSL_VEC_ARITHMETIC(|)
+MSL_VEC_ARITHMETIC(^)
+MSL_VEC_ARITHMETIC(<<)
+MSL_VEC_ARITHMETIC(>>)
+MSL_VEC_BINARY(<, bool)
+MSL_VEC_BINARY(>, bool)
+MSL_VEC_BINARY(<=, bool)
+MSL_VEC_BINARY(>=, bool)
+MSL_VEC_BINARY(==, bool)
+MSL_VEC_BINARY(!=, bool)
+MSL_VEC_BINARY(&&, bool)
+MSL_VEC_BINARY(||, bool)
 #undef MSL_VEC_ARITHMETIC
 #undef MSL_VEC_BINARY
 
@@ -254,12 +266,13 @@ MSL_VEC_ARITHMETIC(*) MSL_VEC_ARITHMETIC(/) MSL_VEC_ARITHMETIC(%) MSL_VEC_ARITHM
         for (int i = 0; i < N; i++) r[i] = (R)(op a[i]); \
         return r; \
     }
-                MSL_VEC_UNARY(-, T) MSL_VEC_UNARY(~, T) MSL_VEC_UNARY(!, bool)
+MSL_VEC_UNARY(-, T)
+MSL_VEC_UNARY(~, T)
+MSL_VEC_UNARY(!, bool)
 #undef MSL_VEC_UNARY
 
-    // Vectors aligned as their elements are.
-    template <class T, int N>
-    struct packed_vec {
+// Vectors aligned as their elements are.
+template <class T, int N> struct packed_vec {
     T e[N];
     packed_vec() = default;
     MSL_INLINE packed_vec(const vec<T, N> &v) {
