@@ -117,7 +117,8 @@ class Toolchain:
         if self.system == "Darwin":
             how = ["-dynamiclib", f"-Wl,-install_name,@rpath/{target.name}"]
         else:
-            how = ["-shared", "-Wl,-z,defs"]
+            # All device libraries export the same names; each must call its own.
+            how = ["-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic"]
         command = [*self.command, *self._system_flags(), *self.flags, *how, *map(str, objects), "-pthread", "-lm"]
         command += libraries
         self._run(command, target, max(path.stat().st_mtime for path in objects))

@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -51,7 +52,9 @@ _CHECKED = [
 
 @cache
 def compiler() -> str | None:
-    """A clang++ with bfloat16 and half arithmetic, None if there is none."""
+    """A clang++ with bfloat16 and half arithmetic, None if there is none, and on a Mac: the emulator links for ELF."""
+    if sys.platform == "darwin":
+        return None
     for name in (os.environ.get("LILY_CLANG"), "clang++-19", "clang++-20", "clang++-18", "clang++-17", "clang++"):
         path = shutil.which(name) if name else None
         if path:
@@ -122,6 +125,7 @@ def runtime_path() -> Path:
         "-Wextra",
         "-Werror",
         "-shared",
+        "-Wl,-Bsymbolic",
         "-I",
         str(EMULATOR),
         "-I",
@@ -133,7 +137,7 @@ def runtime_path() -> Path:
 @cache
 def runtime() -> Any:
     """The loaded emulator."""
-    lib = ctypes.CDLL(str(runtime_path()), mode=ctypes.RTLD_GLOBAL)
+    lib = ctypes.CDLL(str(runtime_path()))
     lib.msl_reports.restype = ctypes.c_char_p
     lib.msl_dispatch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     lib.msl_region_new.restype = ctypes.c_void_p

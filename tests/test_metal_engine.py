@@ -8,6 +8,7 @@ Not handled: Apple's compiler and GPUs; single kernels (test_shaders_*.py); the 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from metal.standin import standin
 from metal.toolchain import Missing
 from msl_harness import needs_clang
 
+from lily.device import library_path
 from lily.engine import Engine
 from lily.errors import DeviceError
 from lily.plan.builder import Builder
@@ -39,6 +41,12 @@ def _tools() -> None:
         standin()
     except Missing as problem:
         pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def another_device_in_the_global_namespace() -> None:
+    """All device libraries export the same names: each must call its own, whatever was loaded before it."""
+    ctypes.CDLL(str(library_path("cpu")), mode=ctypes.RTLD_GLOBAL)
 
 
 def metal_engine(model: Path | None = None, **options: Any) -> Engine:

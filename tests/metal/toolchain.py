@@ -198,7 +198,7 @@ def gnustep_library(coverage: bool = False) -> Path:
     shim = [*compiler, *STRICT, "-I", str(SHIM.parent), "-I", str(kernel_table())]
     shim += ["-fprofile-instr-generate", "-fcoverage-mapping"] if coverage else []
     loose = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-protocol", "-Wno-incomplete-implementation"]
-    link = [clang(), "-shared", "-Wl,-z,defs", *(["-fprofile-instr-generate"] if coverage else [])]
+    link = [clang(), "-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", *(["-fprofile-instr-generate"] if coverage else [])]
     # GNUstep has a _Block_copy of its own, which copies nothing: the real one must be found first.
     libraries = ["-lBlocksRuntime", "-lgnustep-base", "-lobjc", "-lpthread", "-lm"]
     target = CACHE / _hash(_inputs(), [*shim, *loose, *link, *libraries]) / "liblily_metal.so"
