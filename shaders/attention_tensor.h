@@ -3,7 +3,7 @@
 //
 // A tile is TENSOR_QUERIES rows of one query head, whose queries, keys and values are read where they lie; only scores and
 // probabilities are staged.  A simdgroup computes scores of half of the queries with 16 positions, and sums of all queries
-// over 32 dims.  What lies beyond the ends of the tensors counts as zero: positions past the last query's are never used.
+// over 32 dims.
 //
 // Not handled: other head sizes and float operands (attention_prefill.metal); Metal 3.2, where this file is empty.
 #ifndef LILY_ATTENTION_TENSOR_H
@@ -22,13 +22,16 @@ constant constexpr uint TENSOR_QUERIES = 64;
 struct TensorAttention {
     enum : uint { SCORE_ROWS = 32, SCORE_KEYS = 16, SUM_DIMS = TENSOR_DIM / PREFILL_SIMDGROUPS };
 
-    typedef mpp::tensor_ops::matmul2d_descriptor Shape;
-    static constexpr constant auto score_shape =
-        Shape(SCORE_ROWS, SCORE_KEYS, TENSOR_DIM, false, true, false, Shape::mode::multiply);
-    static constexpr constant auto sum_shape =
-        Shape(TENSOR_QUERIES, SUM_DIMS, PREFILL_KEYS, false, false, false, Shape::mode::multiply_accumulate);
-    typedef mpp::tensor_ops::matmul2d<score_shape, execution_simdgroup> Score;
-    typedef mpp::tensor_ops::matmul2d<sum_shape, execution_simdgroup> Add;
+    typedef mpp::tensor_ops::matmul2d<mpp::tensor_ops::matmul2d_descriptor(SCORE_ROWS, SCORE_KEYS, TENSOR_DIM, false,
+                                          true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply),
+        execution_simdgroup>
+        Score;
+    // The last block of positions is not full: k is what the operands have.
+    typedef mpp::tensor_ops::matmul2d<mpp::tensor_ops::matmul2d_descriptor(TENSOR_QUERIES, SUM_DIMS,
+                                          int(dynamic_extent), false, false, false,
+                                          mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate),
+        execution_simdgroup>
+        Add;
     typedef decltype(Add().template get_destination_cooperative_tensor<StagedOperand, DeviceOperand, float>()) Sum;
 
     Sum sum;
@@ -68,9 +71,9 @@ struct TensorAttention {
         for (uint i = 0; i < sum.get_capacity(); i++)
             if (sum.is_valid_element(i)) sum[i] *= room.factor[uint(sum.get_multidimensional_index(i)[1])];
         Add multiply;
-        StagedOperand left = staged_operand(room.weights, PREFILL_KEYS, TENSOR_QUERIES, WEIGHT_PITCH);
-        DeviceOperand right =
-            device_operand(values.at(base) + first_dim, SUM_DIMS, values.last + 1 - base, values.stride);
+        const uint keys = min(PREFILL_KEYS, values.last + 1 - base);
+        StagedOperand left = staged_operand(room.weights, keys, TENSOR_QUERIES, WEIGHT_PITCH);
+        DeviceOperand right = device_operand(values.at(base) + first_dim, SUM_DIMS, keys, values.stride);
         multiply.run(left, right, sum);
     }
 

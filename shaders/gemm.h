@@ -206,28 +206,38 @@ inline void quantised_tile(
     product.visit(epilogue, rows.used, min(BN, n - first_output));
 }
 
-// The instance for a tile of `tile_m` rows and this pipeline's bits.
+// The instance for this pipeline's tile and bits: constants, so that a small tile does not pay for a large one's registers.
 template <typename T, uint PARTS, bool GATHER, typename Epilogue>
-inline void quantised_tile_of(
-    uint tile_m, TileRows rows, Matrix w, uint n, uint block, Epilogue epilogue, threadgroup T *stage, group_place at) {
+inline void quantised_tile_sized(
+    TileRows rows, Matrix w, uint n, uint block, Epilogue epilogue, threadgroup T *stage, group_place at) {
 #define LILY_TILE(BM, BITS) \
     quantised_tile<T, PARTS, GATHER, BM, BITS>(rows, w, n, block * tile_columns(BM, PARTS), epilogue, stage, at)
     if (C_BITS == 8) {
-        if (tile_m == 64)
+        if (C_TILE_M == 64)
             LILY_TILE(64, 8);
-        else if (tile_m == 32)
+        else if (C_TILE_M == 32)
             LILY_TILE(32, 8);
         else
             LILY_TILE(16, 8);
     } else {
-        if (tile_m == 64)
+        if (C_TILE_M == 64)
             LILY_TILE(64, 4);
-        else if (tile_m == 32)
+        else if (C_TILE_M == 32)
             LILY_TILE(32, 4);
         else
             LILY_TILE(16, 4);
     }
 #undef LILY_TILE
+}
+
+// With groups of 32 columns k may end within a step of the tensor path; rows are then staged, with zeros after their end.
+template <typename T, uint PARTS, bool GATHER, typename Epilogue>
+inline void quantised_tile_of(
+    TileRows rows, Matrix w, uint n, uint block, Epilogue epilogue, threadgroup T *stage, group_place at) {
+    if (C_GROUP == 32)
+        quantised_tile_sized<T, PARTS, true>(rows, w, n, block, epilogue, stage, at);
+    else
+        quantised_tile_sized<T, PARTS, GATHER>(rows, w, n, block, epilogue, stage, at);
 }
 
 #endif

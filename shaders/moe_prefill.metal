@@ -14,11 +14,11 @@ struct ExpertTile {
     uint expert, first, used;
 };
 
-inline ExpertTile expert_tile(device const int *blocks, device const int *offsets, uint block, uint tile_m) {
+inline ExpertTile expert_tile(device const int *blocks, device const int *offsets, uint block) {
     const int expert = blocks[2 * block];
     if (expert < 0) return {0, 0, 0};
     const uint first = uint(blocks[2 * block + 1]);
-    return {uint(expert), first, min(tile_m, uint(offsets[expert + 1]) - first)};
+    return {uint(expert), first, min(uint(C_TILE_M), uint(offsets[expert + 1]) - first)};
 }
 
 [[kernel, max_total_threads_per_threadgroup(PRODUCT_THREADS)]] void moe_gemm_gate_up(
@@ -27,13 +27,13 @@ inline ExpertTile expert_tile(device const int *blocks, device const int *offset
     device act *y [[buffer(6)]], constant moe_gemm_gate_up_params &p [[buffer(7)]],
     uint2 block [[threadgroup_position_in_grid]], LILY_THREAD_ARGUMENTS) {
     threadgroup operand stage[stage_elements<operand>()];
-    const ExpertTile tile = expert_tile(blocks, offsets, block.y, p.tile_m);
+    const ExpertTile tile = expert_tile(blocks, offsets, block.y);
     if (tile.used == 0) return;
     const TileRows rows = {x, order + tile.first, 0, tile.used, p.active, p.k};
     const uint bytes = matrix_bytes(2 * p.n, p.k, C_BITS, C_GROUP);
     const Matrix m = matrix_at(w + ulong(tile.expert) * bytes, 2 * p.n, p.k, C_BITS, C_GROUP);
-    const SwigluRows epilogue = {y + tile.first * p.n + block.x * tile_columns(p.tile_m, 2), p.n};
-    quantised_tile_of<operand, 2, true>(p.tile_m, rows, m, p.n, block.x, epilogue, stage, {tid, lane, sg, simdgroups});
+    const SwigluRows epilogue = {y + tile.first * p.n + block.x * tile_columns(C_TILE_M, 2), p.n};
+    quantised_tile_of<operand, 2, true>(rows, m, p.n, block.x, epilogue, stage, {tid, lane, sg, simdgroups});
 }
 
 [[kernel, max_total_threads_per_threadgroup(PRODUCT_THREADS)]] void moe_gemm_down(device const Step *step [[buffer(0)]],
@@ -42,13 +42,13 @@ inline ExpertTile expert_tile(device const int *blocks, device const int *offset
     constant moe_gemm_down_params &p [[buffer(7)]], uint2 block [[threadgroup_position_in_grid]],
     LILY_THREAD_ARGUMENTS) {
     threadgroup operand stage[stage_elements<operand>()];
-    const ExpertTile tile = expert_tile(blocks, offsets, block.y, p.tile_m);
+    const ExpertTile tile = expert_tile(blocks, offsets, block.y);
     if (tile.used == 0) return;
     const TileRows rows = {x, nullptr, tile.first, tile.used, p.active, p.k};
     const uint bytes = matrix_bytes(p.n, p.k, C_BITS, C_GROUP);
     const Matrix m = matrix_at(w + ulong(tile.expert) * bytes, p.n, p.k, C_BITS, C_GROUP);
-    const ScatterRows epilogue = {y + block.x * tile_columns(p.tile_m, 1), order + tile.first, p.n};
-    quantised_tile_of<operand, 1, false>(p.tile_m, rows, m, p.n, block.x, epilogue, stage, {tid, lane, sg, simdgroups});
+    const ScatterRows epilogue = {y + block.x * tile_columns(C_TILE_M, 1), order + tile.first, p.n};
+    quantised_tile_of<operand, 1, false>(rows, m, p.n, block.x, epilogue, stage, {tid, lane, sg, simdgroups});
 }
 
 // hidden is a multiple of four.
@@ -158,11 +158,11 @@ inline void expanded_tile(TileRows rows, device const bfloat *w, uint n, uint bl
 }
 
 template <typename Epilogue>
-inline void expanded_tile_of(uint tile_m, TileRows rows, device const bfloat *w, uint n, uint block, Epilogue epilogue,
+inline void expanded_tile_of(TileRows rows, device const bfloat *w, uint n, uint block, Epilogue epilogue,
     threadgroup operand *stage, group_place at) {
-    if (tile_m == 64)
+    if (C_TILE_M == 64)
         expanded_tile<64>(rows, w, n, block, epilogue, stage, at);
-    else if (tile_m == 32)
+    else if (C_TILE_M == 32)
         expanded_tile<32>(rows, w, n, block, epilogue, stage, at);
     else
         expanded_tile<16>(rows, w, n, block, epilogue, stage, at);
@@ -175,18 +175,18 @@ inline void expanded_tile_of(uint tile_m, TileRows rows, device const bfloat *w,
     device act *y [[buffer(6)]], constant moe_gemm_expanded_params &p [[buffer(7)]],
     uint2 block [[threadgroup_position_in_grid]], LILY_THREAD_ARGUMENTS) {
     threadgroup operand stage[stage_elements<operand>()];
-    const ExpertTile tile = expert_tile(blocks, offsets, block.y, p.tile_m);
+    const ExpertTile tile = expert_tile(blocks, offsets, block.y);
     if (tile.used == 0) return;
-    const uint column = block.x * tile_columns(p.tile_m, 1);
+    const uint column = block.x * tile_columns(C_TILE_M, 1);
     const group_place at = {tid, lane, sg, simdgroups};
-    w += ulong(tile.expert) * p.n * p.k;
+    w += (ulong(tile.expert) * p.stride + p.first) * p.k;
     if (p.gather) {
         const TileRows rows = {x, order + tile.first, 0, tile.used, p.active, p.k};
         const StoreRows<act> epilogue = {y + tile.first * p.n + column, p.n};
-        expanded_tile_of(p.tile_m, rows, w, p.n, block.x, epilogue, stage, at);
+        expanded_tile_of(rows, w, p.n, block.x, epilogue, stage, at);
     } else {
         const TileRows rows = {x, nullptr, tile.first, tile.used, p.active, p.k};
         const ScatterRows epilogue = {y + column, order + tile.first, p.n};
-        expanded_tile_of(p.tile_m, rows, w, p.n, block.x, epilogue, stage, at);
+        expanded_tile_of(rows, w, p.n, block.x, epilogue, stage, at);
     }
 }

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The product of matrix.h by Metal 4 tensor operations, for bfloat operands: what the neural accelerators of M5-class GPUs
 // run.  All simdgroups of the threadgroup compute the tile together; which thread holds which sum is asked for.  Rows that
-// follow each other are read where they lie; beyond their end a tensor counts as zero.
+// follow each other are read where they lie.
+//
+// An operation may go beyond its operands' extents in rows and columns of the product, whose sums are not used, but not
+// along k: what it would read there is undefined (Metal Shading Language Specification 2.22.2; on M5 it is memory).
+// So k is a multiple of STEP here, or rows are staged with zeros after their end (quantised_tile_of).
 //
 // Not handled: float operands, which stay on simdgroup_matrix; Metal 3.2, where this file is empty.
 #ifndef LILY_TENSOR_H
@@ -47,9 +51,10 @@ template <> struct TensorRows<true> {
 template <uint PARTS, uint BM, uint BN, bool GATHER> struct TensorProduct {
     enum : uint { STEP = 64, STAGED = GATHER ? 1 : 0 };
 
-    static constexpr constant auto shape = mpp::tensor_ops::matmul2d_descriptor(
-        BM, BN, STEP, false, true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
-    typedef mpp::tensor_ops::matmul2d<shape, execution_simdgroups<PRODUCT_SIMDGROUPS>> Multiply;
+    typedef mpp::tensor_ops::matmul2d<mpp::tensor_ops::matmul2d_descriptor(BM, BN, STEP, false, true, false,
+                                          mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate),
+        execution_simdgroups<PRODUCT_SIMDGROUPS>>
+        Multiply;
     typedef typename TensorRows<GATHER>::Left Left;
     typedef decltype(Multiply().template get_destination_cooperative_tensor<Left, StagedOperand, float>()) Sum;
 

@@ -181,6 +181,14 @@ def test_a_kernel_that_trusts_a_layout_of_cooperative_tensors_fails_in_random_or
     assert not np.allclose(out["c"], want, atol=0.1)
 
 
+@pytest.mark.parametrize("checked", [False, True])
+def test_tensor_operations_that_read_beyond_their_operands_along_k_are_found(checked: bool) -> None:
+    out, want = _product("ends_within_a_step", 16, 32, 64, (1,), 32, checked=checked)
+    np.testing.assert_allclose(out["c"], want, atol=1e-4)
+    with pytest.raises(EmulatorError, match="along k"):
+        _product("ends_within_a_step", 16, 32, 48, (1,), 32, checked=checked)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_simdgroup_matrices_multiply(order: str) -> None:
     out, want = _product("simdgroup_product", 16, 16, 40, (1,), 32, checked=True, order=order)

@@ -233,15 +233,19 @@ template <matmul2d_descriptor D, class Scope> struct matmul2d {
         static_assert(D.m % 8 == 0 && D.n % 8 == 0, "m and n are multiples of 8");
     }
 
-    // Elements [rows][columns] of an operand, from memory or from all threads; beyond a tensor's end lie zeros.
+    // Elements [rows][columns] of an operand, from memory or from all threads.  Beyond a tensor's end lie zeros; along k
+    // (dimension `inner`, -1: none) there is no reading beyond it.
     template <class A, class Get>
-    MSL_NOSANITIZE static void gather(float *to, int rows, int columns, MslOp **lanes, uint count, Get get) {
+    MSL_NOSANITIZE static void gather(float *to, int rows, int columns, int inner, MslOp **lanes, uint count, Get get) {
         if constexpr (metal::msl_is_tensor<A>::value) {
             const A &t = *get(lanes[0]);
+            if (inner >= 0 && t.size[inner] < (inner ? rows : columns))
+                msl_fail("bounds", "matmul2d reads beyond its operand along k, which is undefined", lanes[0]->site);
             for (int r = 0; r < rows; r++)
                 for (int c = 0; c < columns; c++) {
                     if (!t.msl_holds(c, r)) {
-                        to[(size_t)r * columns + c] = 0;
+                        const bool undefined = inner >= 0 && (inner ? r : c) >= t.size[inner];
+                        to[(size_t)r * columns + c] = undefined ? __builtin_nanf("") : 0.0f;
                         continue;
                     }
                     metal::msl_note(t.msl_at(c, r), sizeof(typename A::value_type), false);
@@ -281,12 +285,12 @@ template <matmul2d_descriptor D, class Scope> struct matmul2d {
             if (D.k < 0) inner = (int)static_cast<O *>(lanes[0])->a->size[D.transpose_left ? 1 : 0];
         float *x = msl_scratch(0, (size_t)D.m * inner), *y = msl_scratch(1, (size_t)D.n * inner);
         float *z = msl_scratch(2, (size_t)D.m * D.n);
-        gather<A>(x, D.transpose_left ? inner : D.m, D.transpose_left ? D.m : inner, lanes, count,
+        gather<A>(x, D.transpose_left ? inner : D.m, D.transpose_left ? D.m : inner, D.transpose_left, lanes, count,
             [](MslOp *o) { return static_cast<O *>(o)->a; });
-        gather<B>(y, D.transpose_right ? D.n : inner, D.transpose_right ? inner : D.n, lanes, count,
+        gather<B>(y, D.transpose_right ? D.n : inner, D.transpose_right ? inner : D.n, !D.transpose_right, lanes, count,
             [](MslOp *o) { return static_cast<O *>(o)->b; });
         if (accumulates)
-            gather<C>(z, D.m, D.n, lanes, count, [](MslOp *o) -> const C * { return static_cast<O *>(o)->c; });
+            gather<C>(z, D.m, D.n, -1, lanes, count, [](MslOp *o) -> const C * { return static_cast<O *>(o)->c; });
         msl_matmul(z, x, y, D.m, D.n, inner, D.transpose_left, D.transpose_right, accumulates);
         if constexpr (metal::msl_is_tensor<C>::value)
             scatter(*static_cast<O *>(lanes[0])->c, z);

@@ -68,6 +68,23 @@ kernel void trusts_layout(device bfloat *a [[buffer(0)]], device bfloat *b [[buf
     }
 }
 
+// Steps of 32 along k, whatever the operands' extents.
+kernel void ends_within_a_step(device bfloat *a [[buffer(0)]], device bfloat *b [[buffer(1)]],
+    device float *c [[buffer(2)]], constant int *size [[buffer(3)]]) {
+    const int k = size[2];
+    constexpr auto shape =
+        matmul2d_descriptor(16, 32, 32, false, true, false, matmul2d_descriptor::mode::multiply_accumulate);
+    matmul2d<shape, execution_simdgroup> op;
+    auto ta = matrix_in(a, dextents<int, 2>(k, 16)), tb = matrix_in(b, dextents<int, 2>(k, 32));
+    auto sums = op.get_destination_cooperative_tensor<matrix_in, matrix_in, float>();
+    for (ushort i = 0; i < sums.get_capacity(); i++) sums[i] = 0;
+    for (int at = 0; at < k; at += 32) {
+        auto left = ta.slice(at, 0), right = tb.slice(at, 0);
+        op.run(left, right, sums);
+    }
+    sums.store(matrix_out(c, dextents<int, 2>(32, 16)));
+}
+
 // 16x16 by four 8x8 matrices, k a multiple of 8; b transposed by the load.
 kernel void simdgroup_product(device const bfloat *a [[buffer(0)]], device const bfloat *b [[buffer(1)]],
     device float *c [[buffer(2)]], constant int *size [[buffer(3)]]) {
