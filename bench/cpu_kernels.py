@@ -127,8 +127,9 @@ def gemm_list(b: Bench, rows: int, n: int, k: int) -> tuple[Any, int]:
         "step": b.view(0, 16), "x": b.view(1 << 12, 4 * rows * k), "y": b.view(16 << 20, 4 * rows * n),
         "w": View("weights", 0, matrix_bytes(n, k)),
     }  # fmt: skip
-    params = {"n": n, "k": k, "pitch": n, "column": 0, "tile_m": 512, "tile_n": 16}
-    return b.record([("gemm", views, params, {"bits": 4, "group": GROUP}, (-(-n // 16), 1))]), rows * n * k
+    params = {"n": n, "k": k, "pitch": n, "column": 0, "tile_n": 16}
+    constants = {"bits": 4, "group": GROUP, "tile_m": 512}
+    return b.record([("gemm", views, params, constants, (-(-n // 16), 1))]), rows * n * k
 
 
 def moe_gemm_list(b: Bench, rows: int, h: int, n: int, experts: int, active: int, tile: int) -> tuple[Any, int]:
@@ -148,7 +149,7 @@ def moe_gemm_list(b: Bench, rows: int, h: int, n: int, experts: int, active: int
     x, act, y = b.view(2 << 20, 4 * rows * h), b.view(8 << 20, 4 * ids.size * n), b.view(20 << 20, 4 * ids.size * h)
     up_views = {**views, "x": x, "w": View("weights", 0, gate), "y": act}
     down_views = {**views, "x": act, "w": View("weights", gate, down), "y": y}
-    c = {"bits": 4, "group": GROUP}
+    c = {"bits": 4, "group": GROUP, "tile_m": tile}
     calls: list[Any] = [
         ("route_group", views, sizes, {}, (1,)),
         ("moe_gemm_gate_up", up_views, {"n": n, "k": h, **sizes}, c, (-(-n // 16), tiles)),

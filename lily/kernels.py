@@ -13,6 +13,10 @@ Notation.  An argument is ``name:access:dtype[shape]``.  Accesses: r, w, rw.  Dt
 ``qrows``   a quantised matrix in row-major layout on every device (embedding gather)
 ``Step Request Output``  the structures below
 
+Legal shapes: ``legal`` holds on every device, ``gpu`` for the shaders as well.  ``name=4|8`` one of these, ``name<=8``
+at most, ``name%16`` or ``name%group`` a multiple; names are the row's own parameters and constants, ``a*b`` is their
+product.  The plan builder checks every dispatch (``lily/plan/legal.py``).
+
 Shapes use M rows of this step, H hidden, Hq/Hkv query and KV heads of D dims, Hk/Hv key and value heads of Dk/Dv dims,
 C = 2*Hk*Dk + Hv*Dv convolution channels, T conv taps, E experts, A = experts per token, I/Is widths of a routed and of
 the shared expert, V rows of the vocabulary.  Formulas: model.md section 5 (Qwen3.6-35B-A3B as mlx-lm computes it),
@@ -28,6 +32,7 @@ from typing import Any
 MAX_STOP_IDS = 32
 MAX_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_SCORE_TOP = 1024
 OUTPUT_RING = 64
 
 STATUS_OK, STATUS_STOP, STATUS_NONFINITE = 0, 1, 2
@@ -97,7 +102,9 @@ class Kernel:
 
     ``params`` are run-time scalars (one struct after the buffers); ``constants`` specialise the pipeline (function
     constants on Metal).  ``max_threads`` is the largest threadgroup a device may launch it with.
-    ``replaces`` names the mechanism whose off variant this row is; such rows may be absent on a device.
+    ``legal`` and ``gpu`` are the module's notation for legal shapes.
+    ``replaces`` names the mechanism whose off variant this row is, or is ``probe`` for what only measures the machine;
+    such rows may be absent on a device.
     """
 
     name: str
@@ -106,6 +113,8 @@ class Kernel:
     params: tuple[tuple[str, str], ...] = ()
     constants: tuple[str, ...] = ()
     max_threads: int = 1024
+    legal: str = ""
+    gpu: str = ""
     replaces: str | None = None
 
     def arg_index(self, name: str) -> int:
@@ -137,6 +146,13 @@ class _Table:
 _t = _Table()
 KERNELS = _t.kernels
 
+_QUANTISED = "bits=4|8 group=32|64|128 k%group"
+_SINGLE, _PAIR = "rows_per_group%8", "rows_per_group%4"  # shaders/gemv.h: rows of a simdgroup, halved for gate and up
+_TILE = "tile_m=16|32|64 tile_n=32|64"  # shaders/gemm.h
+_GDN, _GDN_GPU = "dk%16 dv%16 hv%hk", "dk=16|32|64|128|256 dv<=256 hv%2"
+_ATTENTION, _ATTENTION_GPU = "dim%16 hq%hkv", "dim=64|128|256"
+_ROUTED_GPU = "experts<=256 active<=32"  # shaders/common.h: MAX_EXPERTS; a lane for each active one
+
 # ---- both phases --------------------------------------------------------------------------------------------------
 _t.add(
     "embed",
@@ -144,8 +160,15 @@ _t.add(
     "step:r:Step ids:r:i32[M] table:r:qrows[V,H] x:w:act[M,H]",
     "hidden:u32 vocab:u32",
     "bits group",
+    legal="bits=4|8 group=32|64|128 hidden%group",
 )
-_t.add("copy", "dst = src, bytes a multiple of 16. Grid: one group per 64 KiB.", "src:r:u8[n] dst:w:u8[n]", "bytes:u32")
+_t.add(
+    "copy",
+    "dst = src. Grid: one group per 64 KiB.",
+    "src:r:u8[n] dst:w:u8[n]",
+    "bytes:u32",
+    legal="bytes%16",
+)
 
 # ---- decode: one row ----------------------------------------------------------------------------------------------
 _t.add(
@@ -155,6 +178,8 @@ _t.add(
     "x:r:act[k] norm:r:f32[k] w:r:q[n,k] y:w:act[n]",
     "n:u32 k:u32 eps:f32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED,
+    gpu=_SINGLE,
 )
 _t.add(
     "gemv_norm_f32",
@@ -162,6 +187,8 @@ _t.add(
     "x:r:act[k] norm:r:f32[k] w:r:q[n,k] y:w:f32[n]",
     "n:u32 k:u32 eps:f32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED,
+    gpu=_SINGLE,
 )
 _t.add(
     "gemv_norm_swiglu",
@@ -169,6 +196,8 @@ _t.add(
     "x:r:act[k] norm:r:f32[k] w:r:q[2*n,k] y:w:act[n]",
     "n:u32 k:u32 eps:f32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED,
+    gpu=_PAIR,
 )
 _t.add(
     "gemv_residual",
@@ -176,6 +205,8 @@ _t.add(
     "y:r:act[k] w:r:q[n,k] x:rw:act[n]",
     "n:u32 k:u32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED,
+    gpu=_SINGLE,
 )
 _t.add(
     "gdn_step",
@@ -188,6 +219,8 @@ _t.add(
     conv_in:r:act[T-1,C] conv_out:w:act[T-1,C] s_in:r:f32[Hv,Dk,Dv] s_out:w:f32[Hv,Dk,Dv] y:w:act[Hv*Dv]""",
     "pitch:u32 eps:f32",
     "hk hv dk dv taps",
+    legal=_GDN + " taps<=8",
+    gpu=_GDN_GPU + " dk*dv<=16384",
 )
 _t.add(
     "attn_decode",
@@ -200,6 +233,8 @@ _t.add(
     v:rw:bf16[n,Hkv,D] part_o:w:f32[pieces,Hq,D] part_ml:w:f32[pieces,Hq,2]""",
     "pitch:u32 eps:f32 piece:u32",
     "hq hkv dim rot pack fixed",
+    legal=_ATTENTION + " rot%2 rot<=dim",
+    gpu=_ATTENTION_GPU,
 )
 _t.add(
     "attn_combine",
@@ -208,6 +243,8 @@ _t.add(
     "step:r:Step part_o:r:f32[pieces,Hq,D] part_ml:r:f32[pieces,Hq,2] o:w:act[Hq,D]",
     "piece:u32",
     "hq dim",
+    legal="dim%16",
+    gpu=_ATTENTION_GPU,
 )
 _t.add(
     "gemv_gated_residual",
@@ -215,6 +252,8 @@ _t.add(
     "o:r:act[k] proj:r:act[pitch] w:r:q[n,k] x:rw:act[n]",
     "n:u32 k:u32 dim:u32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED + " dim%16",
+    gpu=_SINGLE,
 )
 _t.add(
     "moe_gate_up",
@@ -225,6 +264,8 @@ _t.add(
     """x:r:act[k] norm:r:f32[k] logits:r:f32[E+1] w:r:q[E,2*n,k] act:w:act[A,n] ids:w:i32[A] weights:w:f32[A]""",
     "n:u32 k:u32 eps:f32 experts:u32 active:u32 renorm:u32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED + " active<=experts",
+    gpu=_PAIR + " " + _ROUTED_GPU,
 )
 _t.add(
     "moe_down",
@@ -234,6 +275,8 @@ _t.add(
     x:rw:act[n]""",
     "n:u32 k:u32 ks:u32 experts:u32 active:u32 rows_per_group:u32",
     "bits group shared_bits shared_group",
+    legal=_QUANTISED + " shared_bits=4|8 shared_group=32|64|128 ks%shared_group",
+    gpu=_SINGLE,
 )
 
 # ---- prefill: M rows ----------------------------------------------------------------------------------------------
@@ -242,53 +285,67 @@ _t.add(
     "y[m] = rmsnorm(x[m], norm), m < Step.rows. Grid: one group a row.",
     "step:r:Step x:r:act[M,k] norm:r:f32[k] y:w:act[M,k]",
     "k:u32 eps:f32",
+    gpu="k%4",
 )
 _t.add(
     "gemm",
     "y[m] = W·x[m], written at column `column` of rows of `pitch`. Grid: [blocks of n, blocks of M].",
     "step:r:Step x:r:act[M,k] w:r:q[n,k] y:w:act[M,pitch]",
-    "n:u32 k:u32 pitch:u32 column:u32 tile_m:u32 tile_n:u32",
-    "bits group",
+    "n:u32 k:u32 pitch:u32 column:u32 tile_n:u32",
+    "bits group tile_m",
+    legal=_QUANTISED,
+    gpu=_TILE,
 )
 _t.add(
     "gemm_f32",
     """As gemm with float32 outputs: router logits, head of `score`. Only rows first <= m < min(first+limit, Step.rows),
     x read at row m, y written at row m-first; grid y covers `limit` rows.""",
     "step:r:Step x:r:act[M,k] w:r:q[n,k] y:w:f32[limit,pitch]",
-    "n:u32 k:u32 pitch:u32 column:u32 first:u32 limit:u32 tile_m:u32 tile_n:u32",
-    "bits group",
+    "n:u32 k:u32 pitch:u32 column:u32 first:u32 limit:u32 tile_n:u32",
+    "bits group tile_m",
+    legal=_QUANTISED,
+    gpu=_TILE,
 )
 _t.add(
     "gemm_swiglu",
     "y[m] = silu(G·x[m])·(U·x[m]); w stacks G over U as in gemv_norm_swiglu.",
     "step:r:Step x:r:act[M,k] w:r:q[2*n,k] y:w:act[M,n]",
-    "n:u32 k:u32 tile_m:u32 tile_n:u32",
-    "bits group",
+    "n:u32 k:u32 tile_n:u32",
+    "bits group tile_m",
+    legal=_QUANTISED,
+    gpu=_TILE,
 )
 _t.add(
     "gemm_residual",
     "x[m] += W·y[m].",
     "step:r:Step y:r:act[M,k] w:r:q[n,k] x:rw:act[M,n]",
-    "n:u32 k:u32 tile_m:u32 tile_n:u32",
-    "bits group",
+    "n:u32 k:u32 tile_n:u32",
+    "bits group tile_m",
+    legal=_QUANTISED,
+    gpu=_TILE,
 )
 _t.add(
     "gdn_conv",
     """Over M rows: causal conv over (conv_in, proj q|k|v), silu, q̂ and k̂ as in gdn_step, v; gates g (decay, float32)
-    and β. conv_out = the last T-1 rows of (conv_in, proj). Grid: [Hk, M]; the group of key head j prepares q̂_j, k̂_j
-    and the value heads and gates of j.""",
+    and β. conv_out = the last T-1 rows of (conv_in, proj). Grid: [Hk, parts], each
+    part an equal share of the rows; the group of key head j prepares q̂_j, k̂_j and the value heads and gates of j.""",
     """step:r:Step proj:r:act[M,pitch] conv_w:r:f32[C,T] a_log:r:f32[Hv] dt_bias:r:f32[Hv] conv_in:r:act[T-1,C]
     conv_out:w:act[T-1,C] q:w:act[M,Hk,Dk] k:w:act[M,Hk,Dk] v:w:act[M,Hv,Dv] gate:w:f32[M,Hv] beta:w:f32[M,Hv]""",
     "pitch:u32",
     "hk hv dk dv taps",
+    legal=_GDN + " taps<=8",
+    gpu=_GDN_GPU,
 )
 _t.add(
     "gdn_scan",
-    "The recurrence of gdn_step over M rows in order, state in registers or cache. Grid: one group a value head.",
+    """The recurrence of gdn_step over M rows in order, state in registers or cache. Grid: [Hv, parts], each part an
+    equal share of the Dv columns of the state; the CPU device takes heads whole, in one part.""",
     """step:r:Step q:r:act[M,Hk,Dk] k:r:act[M,Hk,Dk] v:r:act[M,Hv,Dv] gate:r:f32[M,Hv] beta:r:f32[M,Hv]
     s_in:r:f32[Hv,Dk,Dv] s_out:w:f32[Hv,Dk,Dv] o:w:act[M,Hv,Dv]""",
     "",
     "hk hv dk dv",
+    legal=_GDN,
+    gpu=_GDN_GPU,
 )
 _t.add(
     "gdn_gate",
@@ -296,6 +353,8 @@ _t.add(
     "step:r:Step o:r:act[M,Hv,Dv] proj:r:act[M,pitch] norm:r:f32[Dv] y:w:act[M,Hv*Dv]",
     "pitch:u32 eps:f32",
     "hk hv dk dv",
+    legal=_GDN,
+    gpu=_GDN_GPU,
 )
 _t.add(
     "attn_prep",
@@ -304,6 +363,8 @@ _t.add(
     k:w:bf16[n,Hkv,D] v:w:bf16[n,Hkv,D]""",
     "pitch:u32 eps:f32",
     "hq hkv dim rot",
+    legal=_ATTENTION + " rot%2 rot<=dim",
+    gpu=_ATTENTION_GPU,
 )
 _t.add(
     "attn_prefill",
@@ -313,12 +374,16 @@ _t.add(
     "step:r:Step q:r:act[M,Hq,D] proj:r:act[M,pitch] k:r:bf16[n,Hkv,D] v:r:bf16[n,Hkv,D] o:w:act[M,Hq*D]",
     "pitch:u32 piece:u32 tile_m:u32",
     "hq hkv dim",
+    legal=_ATTENTION,
+    gpu=_ATTENTION_GPU,
 )
 _t.add(
     "route_topk",
     """Per row, top-A of softmax(logits[m,0:E]) as in moe_gate_up. Grid: one group a row.""",
     "step:r:Step logits:r:f32[M,E+1] ids:w:i32[M,A] weights:w:f32[M,A]",
     "experts:u32 active:u32 renorm:u32",
+    legal="active<=experts",
+    gpu=_ROUTED_GPU,
 )
 _t.add(
     "route_group",
@@ -328,33 +393,41 @@ _t.add(
     One group.""",
     "step:r:Step ids:r:i32[M,A] offsets:w:i32[E+1] order:w:i32[M*A] blocks:w:i32[B,2]",
     "experts:u32 active:u32 tile_m:u32 max_blocks:u32",
+    legal="active<=experts",
+    gpu=_ROUTED_GPU,
 )
 _t.add(
     "moe_gemm_gate_up",
     """For sorted place j of expert e, row m = order[j]/A: y[j] = silu(G_e·x[m])·(U_e·x[m]); w as in moe_gate_up.
     Grid: [blocks of n, blocks of the block map].""",
     """step:r:Step x:r:act[M,k] offsets:r:i32[E+1] order:r:i32[M*A] blocks:r:i32[B,2] w:r:q[E,2*n,k] y:w:act[M*A,n]""",
-    "n:u32 k:u32 experts:u32 active:u32 tile_m:u32 tile_n:u32",
-    "bits group",
+    "n:u32 k:u32 experts:u32 active:u32 tile_n:u32",
+    "bits group tile_m",
+    legal=_QUANTISED,
+    gpu=_TILE,
 )
 _t.add(
     "moe_gemm_down",
     "For sorted place j of expert e: y[order[j]] = D_e·x[j]. Grid as moe_gemm_gate_up.",
     """step:r:Step x:r:act[M*A,k] offsets:r:i32[E+1] order:r:i32[M*A] blocks:r:i32[B,2] w:r:q[E,n,k] y:w:act[M*A,n]""",
-    "n:u32 k:u32 experts:u32 active:u32 tile_m:u32 tile_n:u32",
-    "bits group",
+    "n:u32 k:u32 experts:u32 active:u32 tile_n:u32",
+    "bits group tile_m",
+    legal=_QUANTISED,
+    gpu=_TILE,
 )
 _t.add(
     "moe_combine",
     "x[m] = ((Σ_a weights[m,a]·y[m*A+a]) + sigmoid(logits[m,E])·shared[m]) + x[m]. Grid: one group a row.",
     "step:r:Step y:r:act[M*A,H] weights:r:f32[M,A] logits:r:f32[M,E+1] shared:r:act[M,H] x:rw:act[M,H]",
     "hidden:u32 experts:u32 active:u32",
+    gpu="hidden%4",
 )
 _t.add(
     "last_row",
     "y = x[Step.rows-1]: the row whose logits are sampled. One group.",
     "step:r:Step x:r:act[M,H] y:w:act[H]",
     "hidden:u32",
+    gpu="hidden%4",
 )
 
 # ---- sampling -----------------------------------------------------------------------------------------------------
@@ -425,6 +498,8 @@ _t.add(
     "x:r:act[k] w:r:q[n,k] y:w:act[n]",
     "n:u32 k:u32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED,
+    gpu=_SINGLE,
     replaces="combine-fusion",
 )
 _t.add(
@@ -435,6 +510,8 @@ _t.add(
     "x:r:act[A,k] ids:r:i32[A] w:r:q[E,stride,k] y:w:act[A,n]",
     "n:u32 k:u32 first:u32 stride:u32 broadcast:u32 rows_per_group:u32",
     "bits group",
+    legal=_QUANTISED,
+    gpu=_SINGLE,
     replaces="expert-fusion",
 )
 _t.add(
@@ -451,15 +528,19 @@ _t.add(
     part_ml:w:f32[pieces,Hq,2]""",
     "piece:u32",
     "hq hkv dim pack fixed coalesced",
+    legal=_ATTENTION,
+    gpu=_ATTENTION_GPU,
     replaces="attention-fusion",
 )
 _t.add(
     "gdn_scan_blocked",
-    "gdn_scan in blocks through memory with barriers.",
+    "gdn_scan in blocks through memory with barriers. Grid: one group a value head.",
     """step:r:Step q:r:act[M,Hk,Dk] k:r:act[M,Hk,Dk] v:r:act[M,Hv,Dv] gate:r:f32[M,Hv] beta:r:f32[M,Hv]
     s_in:r:f32[Hv,Dk,Dv] s_out:rw:f32[Hv,Dk,Dv] o:w:act[M,Hv,Dv]""",
     "",
     "hk hv dk dv",
+    legal=_GDN,
+    gpu=_GDN_GPU,
     replaces="register-scan",
 )
 _t.add(
@@ -468,15 +549,46 @@ _t.add(
     "w:r:q[E,n,k] y:w:bf16[E,n,k]",
     "experts:u32 n:u32 k:u32",
     "bits group",
+    legal=_QUANTISED,
     replaces="fused-dequantisation",
 )
 _t.add(
     "moe_gemm_expanded",
-    "moe_gemm_down on expanded bf16 matrices.",
-    """step:r:Step x:r:act[M*A,k] offsets:r:i32[E+1] order:r:i32[M*A] blocks:r:i32[B,2] w:r:bf16[E,n,k]
+    """As moe_gemm_down on expanded bf16 matrices; with `gather` y[j] = W_e·x[order[j]/A], as moe_gemm_gate_up reads its
+    rows. W_e is rows first..first+n of an expert's `stride` rows.""",
+    """step:r:Step x:r:act[M*A,k] offsets:r:i32[E+1] order:r:i32[M*A] blocks:r:i32[B,2] w:r:bf16[E,stride,k]
     y:w:act[M*A,n]""",
-    "n:u32 k:u32 experts:u32 active:u32 gather:u32 tile_m:u32 tile_n:u32",
+    "n:u32 k:u32 first:u32 stride:u32 experts:u32 active:u32 gather:u32 tile_n:u32",
+    "tile_m",
+    legal="k%32",
+    gpu=_TILE,
     replaces="fused-dequantisation",
+)
+
+# ---- probes: what the machine can do at most, measured by `lily doctor`; no plan has them ----------------------------
+_t.add(
+    "probe_level",
+    "x[0] += 1: next to nothing, so that a list of these costs what its dispatches and barriers cost. One group.",
+    "x:rw:u32[4]",
+    replaces="probe",
+)
+_t.add(
+    "probe_read",
+    """sums[i] = the wrapping sum of the 32-bit words of block i of src; each byte is read once. Grid: one group a
+    block.""",
+    "src:r:u8[bytes] sums:w:u32[G]",
+    "bytes:u32 block:u32",
+    legal="bytes%16 block%64",
+    replaces="probe",
+)
+_t.add(
+    "probe_matrix",
+    """y[i] = rounds·x·wᵀ by `rounds` accumulations on the unit that multiplies 4-bit matrices, operands in registers or
+    next to them. Grid: one group an i.""",
+    "x:r:act[64,64] w:r:act[64,64] y:w:f32[G,64,64]",
+    "rounds:u32",
+    max_threads=128,
+    replaces="probe",
 )
 
 del _t
@@ -501,7 +613,7 @@ def c_header() -> str:
     """
     guard = "LILY_KERNEL_PARAMS_H"
     out = ["// Generated from lily/kernels.py: do not edit.", f"#ifndef {guard}", f"#define {guard}"]
-    for name in ("MAX_STOP_IDS", "MAX_BIAS", "MAX_TOP_LOGPROBS", "OUTPUT_RING"):
+    for name in ("MAX_STOP_IDS", "MAX_BIAS", "MAX_TOP_LOGPROBS", "MAX_SCORE_TOP", "OUTPUT_RING"):
         out.append(f"#define LILY_{name} {globals()[name]}")
     for name in ("STATUS_OK", "STATUS_STOP", "STATUS_NONFINITE"):
         out.append(f"#define LILY_{name} {globals()[name]}")

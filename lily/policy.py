@@ -23,6 +23,8 @@ ABLATIONS: dict[str, str] = {
     "coalesced-kv": "decode attention: each thread reads whole rows of K and V (implies attention-fusion off)",
     "fixed-blocks": "decode attention: the general split at every context length",
     "register-scan": "prefill: the recurrence in blocks through memory",
+    "fused-dequantisation": "prefill: expert matrices are expanded to bfloat16 in memory before they are multiplied",
+    "resident-routing": "prefill: the host groups rows by expert, so every MoE layer stops and waits for it",
     "adaptive-tiles": "prefill: expert tiles of 16 rows whatever the load",
 }
 
@@ -166,4 +168,7 @@ def policy_for(device: str, ablate: Iterable[str] = ()) -> Policy:
     for name in ablate:
         if name not in ABLATIONS:
             raise InvalidRequestError(f"unknown ablation {name!r}; known: {', '.join(ABLATIONS)}")
-    return replace(POLICIES[device], ablate=ablate)
+    policy = POLICIES[device]
+    # Decode multiplies by the weights as they are, prefill then by rounded ones.
+    invariant = policy.rows_invariant and "fused-dequantisation" not in ablate
+    return replace(policy, ablate=ablate, rows_invariant=invariant)

@@ -20,8 +20,9 @@ import numpy as np
 
 from lily._pack import pack_rows16
 from lily.checkpoint import Checkpoint
+from lily.config import QuantSpec
 from lily.errors import CheckpointError
-from lily.plan.weights_map import Dense, Matrix, WeightsMap, align
+from lily.plan.weights_map import Dense, Matrix, WeightsMap, align, matrix_bytes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]
@@ -100,7 +101,7 @@ class _Loader:
 
     def matrix(self, m: Matrix) -> None:
         """All parts of a matrix, or of a stack of experts."""
-        write = {"rows": _write_rows, "rows16": _write_rows16}[m.layout]
+        write = _WRITERS[m.layout]
         target = self._target(m.view)
         for first, count in self._expert_ranges(m):
             words, scales, biases = self._read_stack(m, first, count)
@@ -156,6 +157,18 @@ def _write_rows16(out: Bytes, words: Any, scales: Any, biases: Any, bits: int, g
     for one, w, s, b in zip(out, words, scales, biases, strict=True):
         rows, groups = s.shape
         pack_rows16(one.ctypes.data, w.ctypes.data, s.ctypes.data, b.ctypes.data, rows, groups, group * bits // 32)
+
+
+_WRITERS = {"rows": _write_rows, "rows16": _write_rows16}
+
+
+def pack_matrices(layout: str, words: Any, scales: Any, biases: Any, bits: int, group: int) -> Bytes:
+    """Bytes [count, bytes of one] of matrices whose sections are C-contiguous [count, n, columns]."""
+    count, n, columns = words.shape
+    one = matrix_bytes(layout, n, columns * 32 // bits, QuantSpec(bits, group))
+    out = np.zeros((count, one), np.uint8)
+    _WRITERS[layout](out, words, scales, biases, bits, group)
+    return out
 
 
 def f32_to_bf16(x: Any) -> Any:

@@ -53,10 +53,6 @@ inline float2 load2(device const bfloat *p) { return bf16_pair(*(device const ui
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + precise::exp(-x)); }
 
-// For what is multiplied and rounded to bf16 next, in numbers that would make the precise one costly; relative error
-// 2^-19.
-inline float fast_sigmoid(float x) { return fast::divide(1.0f, 1.0f + fast::exp(-x)); }
-
 inline float silu(float x) { return x / (1.0f + precise::exp(-x)); }
 
 // log(1 + e) for 0 <= e <= 1: 2·artanh(e/(2+e)), whose series has converged after seven terms.

@@ -2,8 +2,7 @@
 // Gated DeltaNet: gdn_step (decode), gdn_conv, gdn_scan, gdn_gate (prefill), gdn_scan_blocked (off variant).
 //
 // Channels of a projected row: q[Hk*Dk] | k[Hk*Dk] | v[Hv*Dv], then z[Hv*Dv] | b[Hv] | a[Hv].  State S is [Hv,Dk,Dv],
-// Dv fastest.  Legal shapes: Dk and Dv multiples of 16 up to 256, Dk·Dv <= 16,384 (gdn_step); Dk a power of two and Hv
-// even (gdn_conv, gdn_scan).
+// Dv fastest.  Legal shapes stand in the kernel table.
 // Not handled: the projections around the layer (gemv.metal).
 
 #include "common.h"

@@ -87,7 +87,7 @@ struct GatedInput {
         o.load(column, out);
         proj.load(column + (column / dim + 1) * dim, gate);
 #pragma unroll
-        for (uint i = 0; i < QCOLUMNS; i++) out[i] *= fast_sigmoid(gate[i]);
+        for (uint i = 0; i < QCOLUMNS; i++) out[i] *= sigmoid(gate[i]);
     }
 };
 

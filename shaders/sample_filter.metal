@@ -56,8 +56,8 @@ inline ulong share_of_mass(float p, ulong total) {
 
 // Where the kept ids are collected.
 struct TopList {
-    threadgroup float *values; // [LILY_MAX_TOP_LOGPROBS]
-    threadgroup int *ids;      // [LILY_MAX_TOP_LOGPROBS]
+    threadgroup float *values; // [want]
+    threadgroup int *ids;      // [want]
     threadgroup atomic_uint *held;
 };
 
@@ -84,19 +84,20 @@ inline void top_of(SelectTables t, TopList list, device const float *x, uint cou
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint held = min(atomic_load_explicit(list.held, memory_order_relaxed), want);
-    if (at.tid >= want) return;
-    uint place = at.tid;
-    float value = -INFINITY;
-    int id = -1;
-    if (at.tid < held) {
-        value = list.values[at.tid];
-        id = list.ids[at.tid];
-        place = 0;
-        for (uint i = 0; i < held; i++)
-            if (list.values[i] > value || (list.values[i] == value && list.ids[i] < id)) place++;
+    for (uint entry = at.tid; entry < want; entry += at.threads()) {
+        uint place = entry;
+        float value = -INFINITY;
+        int id = -1;
+        if (entry < held) {
+            value = list.values[entry];
+            id = list.ids[entry];
+            place = 0;
+            for (uint i = 0; i < held; i++)
+                if (list.values[i] > value || (list.values[i] == value && list.ids[i] < id)) place++;
+        }
+        ids[place] = id;
+        values[place] = (value - minus.x) - minus.y;
     }
-    ids[place] = id;
-    values[place] = (value - minus.x) - minus.y;
 }
 
 inline float greatest_of(device const float *x, uint count, threadgroup float *partial, group_place at) {
@@ -131,8 +132,8 @@ inline float greatest_of(device const float *x, uint count, threadgroup float *p
     threadgroup atomic_uint tally[SELECT_BUCKETS];
     threadgroup uint strips[4 * SELECT_STRIPS];
     threadgroup uint shared[LANES];
-    threadgroup float partial[LANES], list_values[LILY_MAX_TOP_LOGPROBS];
-    threadgroup int list_ids[LILY_MAX_TOP_LOGPROBS];
+    threadgroup float partial[LANES], list_values[LILY_MAX_SCORE_TOP];
+    threadgroup int list_ids[LILY_MAX_SCORE_TOP];
     threadgroup atomic_uint held;
     const group_place at = {tid, lane, sg, simdgroups};
     const SelectTables tables = {tally, tally, tally, strips, shared};
@@ -154,5 +155,6 @@ inline float greatest_of(device const float *x, uint count, threadgroup float *p
         logprobs[m] = target[m] >= 0 ? (x[target[m]] - minus.x) - minus.y : 0.0f;
         flags[m] = bad ? 1 : 0;
     }
-    top_of(tables, list, x, count, top, p.top, top_ids + m * p.top, top_logprobs + m * p.top, minus, at);
+    top_of(tables, list, x, count, top, min(p.top, uint(LILY_MAX_SCORE_TOP)), top_ids + m * p.top,
+        top_logprobs + m * p.top, minus, at);
 }

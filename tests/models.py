@@ -35,6 +35,13 @@ def tiny_draft(name: str = "random-tiny") -> Draft:
     return draft
 
 
+def all_experts(folder: Path) -> Path:
+    """random-tiny, every expert of which is active: no rounding can change a choice among them."""
+    draft = tiny_draft()
+    draft.text_config["num_experts_per_tok"] = draft.text_config["num_experts"]
+    return draft.write(folder)
+
+
 def edit_floats(draft: Draft, name: str, change: Callable[[Array], None]) -> Draft:
     """Lets `change` edit, in place, the BF16 tensor whose name ends with `name`, as float32."""
     hits: list[str] = []

@@ -400,3 +400,52 @@ def test_a_forked_process_gets_an_error_and_can_open_its_own_device() -> None:
     assert device.wait(device.submit([work.list]), timeout=60)
     assert work.result == 6
     device.close()
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+# A product whose packed rows take 16 MB or more on every instruction set, under a limit of 8 MB on what may be added.
+STARVED = """
+import resource, numpy as np
+from lily.device import Device
+from lily.errors import DeviceError
+from lily.kernels import KERNELS
+from lily.plan.views import Dispatch, Plan, View
+
+rows, k = 512, 1 << 15
+device = Device("cpu", threads=2)
+sizes = {"step": 16, "x": 4 * rows * k, "w": 16 * (k + k // 128 * 4), "y": 4 * rows * 16}
+buffers = {name: device.buffer(size) for name, size in sizes.items()}
+buffers["step"].array(np.int32)[1] = rows
+buffers["x"].array(np.float32)[:] = 1
+buffers["w"].bytes[:] = 0
+row = KERNELS["gemm"]
+params = {"n": 16, "k": k, "pitch": 16, "column": 0, "tile_n": 16}
+views = tuple(View(name, 0, size) for name, size in sizes.items())
+values = tuple(params[name] for name, _ in row.params)
+plan = Plan("gemm", (Dispatch(row, "", (8, 128, 512), views, values, (1, 1, 1), (1, 1, 1)),), 0)
+product, nothing = device.record(plan, buffers), device.record(Plan("nothing", (), 0), buffers)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), limits[1]))
+failed, after = device.submit([nothing, product, product]), device.submit([nothing])
+device.wait(after)
+try:
+    device.wait(failed)
+except DeviceError as error:
+    print(error, error.again)
+device.wait(failed)
+resource.setrlimit(resource.RLIMIT_AS, limits)
+buffers["y"].array(np.float32)[:] = 7
+device.wait(device.submit([product]))
+print(buffers["y"].array(np.float32).any())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux limits a process's address space")
+def test_a_kernel_without_memory_fails_its_submission_and_no_other() -> None:
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    error, zero = done.stdout.splitlines()
+    assert re.fullmatch(r"cpu device: no memory left for \d+ bytes of a kernel's scratch; .* False", error)
+    assert zero == "False"  # once there is memory the same list runs

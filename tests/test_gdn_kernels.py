@@ -138,7 +138,9 @@ def decode(device: Device, layer: Layer, row: int, conv: Array, state: Array) ->
     return run(device, "gdn_step", args, {"pitch": s.pitch, "eps": EPS}, {**s.heads, "taps": s.taps}, (s.hv,))
 
 
-def convolve(device: Device, layer: Layer, rows: slice, conv: Array, grid_rows: int | None = None) -> dict[str, Array]:
+def convolve(
+    device: Device, layer: Layer, rows: slice, conv: Array, grid_rows: int | None = None, parts: int | None = None
+) -> dict[str, Array]:
     s, proj = layer.shape, layer.proj[rows]
     m = grid_rows or len(proj)
     padded = np.concatenate([proj, np.full((m - len(proj), s.pitch), np.nan, np.float32)])
@@ -147,7 +149,7 @@ def convolve(device: Device, layer: Layer, rows: slice, conv: Array, grid_rows: 
         "dt_bias": layer.dt_bias, "conv_in": conv, "conv_out": fill(conv.shape), "q": fill((m, s.hk, s.dk)),
         "k": fill((m, s.hk, s.dk)), "v": fill((m, s.hv, s.dv)), "gate": fill((m, s.hv)), "beta": fill((m, s.hv)),
     }  # fmt: skip
-    return run(device, "gdn_conv", args, {"pitch": s.pitch}, {**s.heads, "taps": s.taps}, (s.hk, m))
+    return run(device, "gdn_conv", args, {"pitch": s.pitch}, {**s.heads, "taps": s.taps}, (s.hk, parts or m))
 
 
 def scan(
@@ -230,6 +232,15 @@ def test_every_number_of_taps_and_fewer_rows_than_taps(device: Device, taps: int
     want, out = reference(layer), sequence(device, layer, [0] * 10)
     np.testing.assert_allclose(out[0], want.y, rtol=5e-5, atol=5e-5)
     np.testing.assert_array_equal(out[1], want.conv)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6, 9, 12])
+def test_parts_of_the_rows_convolve_as_single_rows_do(device: Device, parts: int) -> None:
+    """Shares of 9 rows that are uneven, single, or empty; the last row alone leaves the state."""
+    layer = Layer.random(Shape(2, 4, 16, 32), 9)
+    single = convolve(device, layer, slice(0, 9), layer.conv)
+    shared = convolve(device, layer, slice(0, 9), layer.conv, parts=parts)
+    assert all(same_bits(shared[name], single[name]) for name in single)
 
 
 def test_gates_over_their_whole_range(device: Device) -> None:

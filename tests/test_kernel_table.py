@@ -3,14 +3,16 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from lily.config import ModelConfig, QuantSpec
 from lily.device import Device
+from lily.errors import CheckpointError
 from lily.kernels import KERNELS, STRUCTS, c_header
-from lily.plan import Builder, decode_plan, prefill_plan, sample_plan
+from lily.plan import Builder, decode_plan, legal, prefill_plan, sample_plan
 from lily.policy import ABLATIONS, POLICIES, policy_for
 from lily.runner import OUTPUT_DTYPE, STEP_DTYPE
 from lily.sampling import REQUEST_DTYPE
@@ -97,3 +99,91 @@ def test_no_route_exceeds_the_threads_or_grid_of_its_kernel(device):
         for d in plan.dispatches:
             assert d.threads[0] <= d.kernel.max_threads
             assert all(0 < g < 1 << 31 for g in d.grid)
+
+
+# ---- legal shapes ---------------------------------------------------------------------------------------------------
+
+
+def _rules():
+    for k in KERNELS.values():
+        for text in (k.legal, k.gpu):
+            for rule in legal.rules(text):
+                yield pytest.param(k, rule, id=f"{k.name}-{rule.name}{rule.relation}{'|'.join(rule.operands)}")
+
+
+@pytest.mark.parametrize(("kernel", "rule"), list(_rules()))
+def test_a_rule_names_what_its_row_has(kernel, rule):
+    known = {*kernel.constants, *(n for n, _ in kernel.params)}
+    assert {n for n in (*rule.name.split("*"), *rule.operands) if not n.isdigit()} <= known
+
+
+# A broken rule each: what config.json says, the device, and the refusal.
+REFUSED = [
+    ({"num_experts": 257}, "metal", "num_experts is 257, Lily runs up to 256 on the metal device; use --device cpu"),
+    ({"num_experts": 257}, "cuda", "num_experts is 257, Lily runs up to 256 on the cuda device; use --device cpu"),
+    ({"num_experts": 64, "experts_per_token": 33}, "metal", "num_experts_per_tok is 33, Lily runs up to 32 on the"),
+    ({"head_dim": 96}, "metal", "head_dim is 96, Lily runs 64, 128 or 256 on the metal device; use --device cpu"),
+    ({"head_dim": 40, "rotary_dim": 8}, "cpu", "head_dim is 40, Lily runs multiples of 16"),
+    ({"linear_key_head_dim": 48}, "metal", "linear_key_head_dim is 48, Lily runs 16, 32, 64, 128 or 256 on the metal"),
+    ({"linear_value_head_dim": 272}, "metal", "linear_value_head_dim is 272, Lily runs up to 256 on the metal"),
+    (
+        {"linear_key_head_dim": 256, "linear_value_head_dim": 80}, "metal",
+        "linear_key_head_dim x linear_value_head_dim is 20480, Lily runs up to 16384 on the metal device",
+    ),
+    ({"linear_value_head_dim": 40}, "cpu", "linear_value_head_dim is 40, Lily runs multiples of 16"),
+    (
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3}, "metal",
+        "linear_num_value_heads is 3, Lily runs multiples of 2 on the metal device; use --device cpu",
+    ),
+    ({"conv_kernel": 9}, "cpu", "linear_conv_kernel_dim is 9, Lily runs up to 8"),
+    (
+        {"moe_intermediate_size": 80}, "cpu",
+        "the input width of layers.0.moe_down is 80, Lily runs multiples of 32",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "device", "words"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_model_that_the_kernels_cannot_take_is_refused_by_name(changes, device, words):
+    config = replace(SMALL, **changes, source="folder/config.json")
+    policy = policy_for(device)
+    with pytest.raises(CheckpointError, match=re.escape(f"folder/config.json: {words}")):
+        decode_plan(Builder(config, policy, capacity=policy.kv_step))
+
+
+def test_what_is_illegal_on_a_gpu_runs_on_the_cpu():
+    for changes in ({"num_experts": 300}, {"head_dim": 96}, {"linear_key_head_dim": 48}):
+        config, policy = replace(SMALL, **changes), policy_for("cpu")
+        decode_plan(Builder(config, policy, capacity=policy.kv_step))
+        prefill_plan(Builder(config, policy, rows=8, capacity=policy.kv_step))
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "holds", "allowed"),
+    [
+        ("n=4|8", {"n": 8}, True, "4 or 8"),
+        ("n=4|8", {"n": 5}, False, "4 or 8"),
+        ("n=1|2|3", {"n": 4}, False, "1, 2 or 3"),
+        ("n<=8", {"n": 8}, True, "up to 8"),
+        ("n<=8", {"n": 9}, False, "up to 8"),
+        ("n<=m", {"n": 9, "m": 10}, True, "up to 10"),
+        ("n%16", {"n": 24}, False, "multiples of 16"),
+        ("n%m", {"n": 24, "m": 12}, True, "multiples of 12"),
+        ("n*m<=100", {"n": 11, "m": 10}, False, "up to 100"),
+    ],
+)
+def test_rules_say_what_they_allow(text, values, holds, allowed):
+    (rule,) = legal.rules(text)
+    assert (rule.holds(values), rule.allowed(values)) == (holds, allowed)
+
+
+@pytest.mark.parametrize("text", ["n>4", "n", "n%4|8", "n<=", "=4", "n=4,8"])
+def test_a_rule_that_cannot_be_read_is_an_error(text):
+    with pytest.raises(ValueError, match="bad rule"):
+        legal.rules(text)
+
+
+def test_tiles_that_a_policy_gets_wrong_are_its_own_fault():
+    policy = replace(policy_for("metal"), gemm_tiles=((0, 24),))
+    with pytest.raises(ValueError, match="gemm: tile_m is 24, the kernel takes 16, 32 or 64"):
+        prefill_plan(Builder(SMALL, policy, rows=8, capacity=policy.kv_step))

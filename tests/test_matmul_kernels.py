@@ -66,8 +66,8 @@ def gemm(device: Device, w: Quantised, x: Array, *, tile_m: int = 1 << 20, tile_
     call = Call(
         "gemm",
         {"step": step(len(x)), "x": x, "w": rows16(w), "y": np.zeros((len(x), n), np.float32)},
-        {"n": n, "k": k, "pitch": n, "column": 0, "tile_m": tile_m, "tile_n": tile_n},
-        w.constants,
+        {"n": n, "k": k, "pitch": n, "column": 0, "tile_n": tile_n},
+        {**w.constants, "tile_m": tile_m},
         (blocks(n, tile_n), blocks(len(x), tile_m)),
     )
     return run(device, call)[0]["y"]
@@ -117,8 +117,9 @@ def test_gemm_writes_only_its_columns_and_rows(device: Device, rng: np.random.Ge
     w = random_quantised(rng, 21, 64, 4, 64)
     x = rng.normal(size=(5, 64)).astype(np.float32)
     y = np.zeros((5, 40), np.float32)
-    params = {"n": 21, "k": 64, "pitch": 40, "column": 8, "tile_m": 512, "tile_n": 16}
-    call = Call("gemm", {"step": step(3), "x": x, "w": rows16(w), "y": y}, params, w.constants, (2, 1))
+    params = {"n": 21, "k": 64, "pitch": 40, "column": 8, "tile_n": 16}
+    constants = {**w.constants, "tile_m": 512}
+    call = Call("gemm", {"step": step(3), "x": x, "w": rows16(w), "y": y}, params, constants, (2, 1))
     got = run(device, call)[0]["y"]
     assert np.array_equal(got[:3, 8:29], gemm(device, w, x[:3]))
     written = np.zeros((5, 40), bool)
@@ -131,10 +132,10 @@ def test_gemm_f32_computes_the_rows_of_its_window(device: Device, rng: np.random
     x = rng.normal(size=(9, 64)).astype(np.float32)
     whole = gemm(device, w, x)
     for first, limit, seen in ((0, 4, 4), (4, 4, 4), (8, 4, 1), (9, 4, 0)):
-        sizes = {"n": 33, "k": 64, "pitch": 33, "column": 0, "tile_m": 512, "tile_n": 16}
+        sizes = {"n": 33, "k": 64, "pitch": 33, "column": 0, "tile_n": 16}
         params = {**sizes, "first": first, "limit": limit}
         arrays = {"step": step(9), "x": x, "w": rows16(w), "y": np.zeros((limit, 33), np.float32)}
-        got = run(device, Call("gemm_f32", arrays, params, w.constants, (3, 1)))[0]["y"]
+        got = run(device, Call("gemm_f32", arrays, params, {**w.constants, "tile_m": 512}, (3, 1)))[0]["y"]
         assert np.array_equal(got[:seen], whole[first : first + seen])
         assert np.all(np.isnan(got[seen:]))
 
@@ -166,9 +167,9 @@ def test_swiglu_kernels(device: Device, rng: np.random.Generator, bits: int, n: 
     g, u = (random_quantised(rng, n, k, bits, 32) for _ in range(2))
     x, weight = rng.normal(size=(rows, k)).astype(np.float32), rng.normal(size=k).astype(np.float32)
     h = rmsnorm(device, x, weight)
-    params = {"n": n, "k": k, "tile_m": 512, "tile_n": 16}
+    params = {"n": n, "k": k, "tile_n": 16}
     arrays = {"step": step(rows), "x": h, "w": rows16(g, u), "y": np.zeros((rows, n), np.float32)}
-    many = run(device, Call("gemm_swiglu", arrays, params, g.constants, (blocks(n), 1)))[0]["y"]
+    many = run(device, Call("gemm_swiglu", arrays, params, {**g.constants, "tile_m": 512}, (blocks(n), 1)))[0]["y"]
     exact = activations(device, h, bits)
     gate, up = exact @ g.dense.T, exact @ u.dense.T
     assert np.allclose(many, silu(gate) * up, rtol=1e-4, atol=1e-5)
@@ -201,8 +202,9 @@ def test_residual_kernels_add_the_product(device: Device, rng: np.random.Generat
     y, x = rng.normal(size=(rows, k)).astype(np.float32), rng.normal(size=(rows, n)).astype(np.float32)
     expected = gemm(device, w, y) + x
     arrays = {"step": step(rows), "y": y, "w": rows16(w), "x": x}
-    params = {"n": n, "k": k, "tile_m": 512, "tile_n": 16}
-    assert np.array_equal(run(device, Call("gemm_residual", arrays, params, w.constants, (3, 1)))[0]["x"], expected)
+    params = {"n": n, "k": k, "tile_n": 16}
+    call = Call("gemm_residual", arrays, params, {**w.constants, "tile_m": 512}, (3, 1))
+    assert np.array_equal(run(device, call)[0]["x"], expected)
     arrays = {"y": y[2], "w": rows16(w), "x": x[2].copy()}
     params = {"n": n, "k": k, "rows_per_group": 16}
     assert np.array_equal(run(device, Call("gemv_residual", arrays, params, w.constants, (3,)))[0]["x"], expected[2])

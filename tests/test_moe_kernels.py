@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_harness import isa_paths, open_device
-from kernel_runner import Call, random_quantised, round_bf16, rows16, run
+from kernel_runner import Call, Quantised, bf16, from_bf16, random_quantised, round_bf16, rows16, run
 
 from lily.device import Device
 
@@ -80,21 +80,22 @@ class Moe:
         act, y = np.zeros((rows * a, self.n), f32), np.zeros((rows * a, self.h), f32)
         shared = np.zeros((rows, self.h), f32)
         routed = {"step": step, "offsets": offsets, "order": order, "blocks": blocks}
-        sizes = {"experts": self.experts, "active": a, "tile_m": tile_m, "tile_n": tile_n}
-        dense = {"pitch": self.h, "column": 0, "tile_m": 512, "tile_n": 16}
+        sizes = {"experts": self.experts, "active": a, "tile_n": tile_n}
+        dense = {"pitch": self.h, "column": 0, "tile_n": 16}
+        tiled = {**self.constants, "tile_m": tile_m}
         calls = [
             Call("rmsnorm", {"step": step, "x": x, "norm": self.norm, "y": normed},
                  {"k": self.h, "eps": EPS}, {}, (rows,)),
             Call("gemm", {"step": step, "x": self.shared, "w": self.w_shared, "y": shared},
-                 {"n": self.h, "k": 64, **dense}, self.shared_down.constants, (-(-self.h // 16), 1)),
+                 {"n": self.h, "k": 64, **dense}, {**self.shared_down.constants, "tile_m": 512}, (-(-self.h // 16), 1)),
             Call("route_topk", {"step": step, "logits": self.logits, "ids": ids, "weights": weights},
                  {"experts": self.experts, "active": a, "renorm": 1}, {}, (rows,)),
             Call("route_group", {"step": step, "ids": ids, "offsets": offsets, "order": order, "blocks": blocks},
                  {"experts": self.experts, "active": a, "tile_m": tile_m, "max_blocks": tiles}, {}, (1,)),
             Call("moe_gemm_gate_up", {**routed, "x": normed, "w": self.w_gate_up, "y": act},
-                 {"n": self.n, "k": self.h, **sizes}, self.constants, (-(-self.n // tile_n), tiles)),
+                 {"n": self.n, "k": self.h, **sizes}, tiled, (-(-self.n // tile_n), tiles)),
             Call("moe_gemm_down", {**routed, "x": act, "w": self.w_down, "y": y},
-                 {"n": self.h, "k": self.n, **sizes}, self.constants, (-(-self.h // tile_n), tiles)),
+                 {"n": self.h, "k": self.n, **sizes}, tiled, (-(-self.h // tile_n), tiles)),
             Call("moe_combine",
                  {"step": step, "y": y, "weights": weights, "logits": self.logits, "shared": shared, "x": x},
                  {"hidden": self.h, "experts": self.experts, "active": a}, {}, (rows,)),
@@ -164,3 +165,69 @@ def test_single_matrices_of_experts(device: Device) -> None:
         got = run(device, Call("moe_gemv", arrays, params, moe.constants, (2, 3)))[0]["y"]
         rounded = round_bf16(h) if device.info["isa"] in ("amx", "avx512bf16") else h
         assert np.allclose(got, [matrices[i].dense @ rounded for i in ids], rtol=1e-4, atol=1e-5)
+
+
+# ---- matrices expanded to memory ------------------------------------------------------------------------------------
+
+
+def expanded(device: Device, *matrices: Quantised) -> Array:
+    """bf16 bits [E, n, k]."""
+    n, k = matrices[0].values.shape
+    arrays = {"w": rows16(*matrices), "y": np.zeros((len(matrices), n, k), np.uint16)}
+    params = {"experts": len(matrices), "n": n, "k": k}
+    return run(device, Call("expand", arrays, params, matrices[0].constants, (len(matrices) * n,)))[0]["y"]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "n", "k"), [(4, 32, 1, 96), (4, 64, 40, 128), (8, 32, 16, 64), (8, 128, 33, 256)]
+)
+def test_matrices_are_expanded_to_bf16(device: Device, bits: int, group: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(n)
+    matrices = [random_quantised(rng, n, k, bits, group) for _ in range(3)]
+    got = expanded(device, *matrices)
+    want = np.stack([m.dense for m in matrices])
+    # scale·q + bias is rounded to float32, with fused multiply-add once, else twice, before it is rounded to bf16.
+    assert np.allclose(from_bf16(got), want, rtol=2**-8 * 1.001, atol=1e-7)
+    assert np.mean(got == bf16(want.astype(np.float32)).reshape(got.shape)) > 0.99
+
+
+@pytest.mark.parametrize("tile_m", [1, 7, 32])
+@pytest.mark.parametrize(("n", "first", "stride"), [(33, 0, 33), (20, 16, 48)])
+def test_products_of_expanded_matrices(device: Device, n: int, first: int, stride: int, tile_m: int) -> None:
+    """Any tile gives each row the bits that it has alone; rows are gathered, or results scattered."""
+    rng = np.random.default_rng(n + tile_m)
+    rows, experts, active, k = 13, 6, 3, 96
+    dense = round_bf16(rng.normal(size=(experts, stride, k)).astype(np.float32))
+    preference = rng.random((rows, experts))
+    preference[:, -1] = 2  # nobody's
+    ids = np.argsort(preference, 1)[:, :active].reshape(-1)
+    order = np.argsort(ids, kind="stable").astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(ids, minlength=experts))]).astype(np.int32)
+    blocks = [(e, at) for e in range(experts) for at in range(offsets[e], offsets[e + 1], tile_m)] + [(-1, 0)] * 2
+    for gather in (0, 1):
+        x = rng.normal(size=(rows if gather else rows * active, k)).astype(np.float32)
+        arrays = {
+            "step": np.array([0, rows, 0, 0], np.int32), "x": x, "offsets": offsets, "order": order,
+            "blocks": np.array(blocks, np.int32), "w": bf16(dense).reshape(dense.shape),
+            "y": np.zeros((rows * active, n), np.float32),
+        }  # fmt: skip
+        params = {
+            "n": n, "k": k, "first": first, "stride": stride, "experts": experts, "active": active, "gather": gather,
+            "tile_n": 16,
+        }  # fmt: skip
+        call = Call("moe_gemm_expanded", arrays, params, {"tile_m": tile_m}, (-(-n // 16), len(blocks)))
+        got = run(device, call)[0]["y"]
+        for place, a in enumerate(order):
+            w, row = dense[ids[a], first : first + n].astype(float), x[a // active if gather else place].astype(float)
+            assert np.allclose(got[place if gather else a], w @ row, rtol=1e-5, atol=1e-4)
+        alone = Call(
+            "moe_gemm_expanded", {**arrays, "blocks": _single(offsets), "y": np.zeros_like(arrays["y"])}, params,
+            {"tile_m": 1}, (-(-n // 16), len(order)),
+        )  # fmt: skip
+        assert np.array_equal(run(device, alone)[0]["y"], got)
+
+
+def _single(offsets: Array) -> Array:
+    """A block map of one row a tile."""
+    experts = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    return np.stack([experts, np.arange(offsets[-1])], 1).astype(np.int32)

@@ -22,7 +22,7 @@ from lily.kernels import KERNELS
 from lily.plan import Builder, Dispatch, Plan, View, decode_plan, prefill_plan, sample_plan
 from lily.plan.hazards import depth, schedule
 from lily.plan.report import minimum_bytes, plan_report
-from lily.policy import policy_for
+from lily.policy import ABLATIONS, policy_for
 
 # Sizes of Qwen3.6-35B-A3B as mlx-community publishes it at 4 bits.
 REAL: dict[str, Any] = {
@@ -384,3 +384,9 @@ def test_bad_input_is_named(args: list[str], code: int, words: str, capsys: pyte
 def test_a_report_for_impossible_rows_is_refused(real: ModelConfig) -> None:
     with pytest.raises(InvalidRequestError, match="9999"):
         plan_report(real, policy_for("metal"), phase="prefill", rows=9999, context=10000)
+
+
+def test_the_documentation_lists_every_mechanism() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row[0].strip("`") in ABLATIONS] == [[f"`{n}`", t] for n, t in ABLATIONS.items()]

@@ -69,7 +69,8 @@ def _table(report: dict[str, Any]) -> str:
     for d in report["list"]:
         shown, grid = d["level"] if d["level"] != level else "", "×".join(map(str, _without_ones(d["grid"])))
         mb = f"{_mb(d['bytes_read'] + d['bytes_written']):.3f}"
-        lines.append(_COLUMNS.format(level=shown, label=d["label"], kernel=d["kernel"], grid=grid, mb=mb))
+        kernel = d["kernel"] + (" (host)" if d["host"] else "")
+        lines.append(_COLUMNS.format(level=shown, label=d["label"], kernel=kernel, grid=grid, mb=mb))
         level = d["level"]
     title = f"{report['model']} on {report['device']}, {report['phase']}"
     what = f"{report['rows']} rows in a list of {report['bucket']}" if report["phase"] == "prefill" else "1 token"

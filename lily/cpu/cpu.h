@@ -21,7 +21,8 @@ typedef struct {
 typedef struct cpu_worker cpu_worker; // one per thread of the pool
 
 // The worker's scratch memory: 64-byte aligned, at least `bytes`, contents undefined; valid until the next call of
-// cpu_scratch by the same worker, so a kernel asks once and divides it up.  Aborts when memory is exhausted.
+// cpu_scratch by the same worker, so a kernel asks once and divides it up.  When memory is exhausted this does not return:
+// the kernel ends there and its submission fails.  So kernels hold nothing that has to be given back.
 void *cpu_scratch(cpu_worker *, size_t bytes);
 
 // A second scratch memory, which survives between the ranges of one dispatch on one worker.  `*ready` is 1 when it still

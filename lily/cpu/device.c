@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU device: opening, the submission queue and its driver thread, tickets, errors.
 // Submissions run one after the other on the driver thread and the pool that it drives; the host only waits.
-// Not handled: failing kernels (C kernels have no way to fail), use of a device from a forked process (LILY_ELOST).
+// A kernel fails only for want of scratch memory (pool.h).  Not handled: use of a device from a forked process (LILY_ELOST).
 #if defined(__linux__)
 #define _GNU_SOURCE // pthread_condattr_setclock
 #elif defined(__APPLE__)
@@ -91,14 +91,24 @@ static int parse_options(open_options *o, const char *text) {
 
 // ---- the driver -------------------------------------------------------------------------------------------------------
 
-static void run_list(lily_device *device, const lily_list *list) {
-    if (device->null || !list) return;
-    for (uint32_t i = 0; i < list->phases; i++) pool_run(device->pool, &list->phase[i]);
+// 0, or the bytes of scratch memory that were missing.
+static size_t run_list(lily_device *device, const lily_list *list) {
+    size_t missing = 0;
+    if (device->null || !list) return 0;
+    for (uint32_t i = 0; i < list->phases && !missing; i++) missing = pool_run(device->pool, &list->phase[i]);
+    return missing;
+}
+
+static void note_failure(lily_device *d, uint64_t ticket, size_t bytes) {
+    queue_failure *f = &d->failed[ticket % TIMED_TICKETS];
+    if (!f->ticket) atomic_fetch_add(&d->failures, 1);
+    *f = (queue_failure){ticket, bytes};
 }
 
 static void *drive(void *argument) {
     lily_device *d = argument;
     uint64_t start = 0;
+    size_t missing = 0;
     pool_enter_thread();
     pthread_mutex_lock(&d->mutex);
     for (;;) {
@@ -106,14 +116,15 @@ static void *drive(void *argument) {
         if (!d->queued) break;
         const queue_entry entry = d->queue[d->head];
         pthread_mutex_unlock(&d->mutex);
-        if (entry.first) start = machine_nanoseconds();
-        run_list(d, entry.list);
+        if (entry.first) start = machine_nanoseconds(), missing = 0;
+        if (!missing) missing = run_list(d, entry.list);
         const uint64_t end = machine_nanoseconds();
         pthread_mutex_lock(&d->mutex);
         d->head = (d->head + 1) % QUEUE_ENTRIES;
         d->queued--;
         if (entry.last) {
             d->seconds[entry.ticket % TIMED_TICKETS] = (double)(end - start) * 1e-9;
+            if (missing) note_failure(d, entry.ticket, missing);
             atomic_store(&d->completed, entry.ticket);
             pthread_cond_broadcast(&d->finished);
         }
@@ -266,9 +277,19 @@ static bool wait_until(pthread_cond_t *condition, pthread_mutex_t *mutex, uint64
     return false;
 }
 
+// How a finished ticket ended.
+static int outcome(lily_device *d, uint64_t ticket) {
+    queue_failure *f = &d->failed[ticket % TIMED_TICKETS];
+    if (!ticket || f->ticket != ticket) return LILY_OK;
+    f->ticket = 0;
+    atomic_fetch_sub(&d->failures, 1);
+    return cpu_fail(LILY_ENOMEM,
+        "no memory left for %zu bytes of a kernel's scratch; close other programs, or use fewer threads", f->bytes);
+}
+
 int lily_wait(lily_device *d, uint64_t ticket, uint64_t timeout_ns) {
     if (!d) return cpu_fail(LILY_EINVAL, "lily_wait: no device");
-    if (ticket <= atomic_load(&d->completed)) return LILY_OK;
+    if (ticket <= atomic_load(&d->completed) && !atomic_load(&d->failures)) return LILY_OK;
     if (forked(d)) return lost(d);
     const uint64_t longest = (uint64_t)1 << 62; // fits a time_t after the division
     const uint64_t end = machine_nanoseconds() + (timeout_ns < longest ? timeout_ns : longest);
@@ -282,6 +303,7 @@ int lily_wait(lily_device *d, uint64_t ticket, uint64_t timeout_ns) {
             code = cpu_fail(LILY_ETIMEOUT, "ticket %llu did not finish within %.3f s; the last finished one is %llu",
                 (unsigned long long)ticket, (double)timeout_ns * 1e-9, (unsigned long long)atomic_load(&d->completed));
     }
+    if (!code) code = outcome(d, ticket);
     pthread_mutex_unlock(&d->mutex);
     return code;
 }

@@ -265,16 +265,21 @@ SHARED void kernel_gdn_conv(const cpu_call *call, uint32_t begin, uint32_t end, 
     float *q = call->arg[gdn_conv_Q], *k = call->arg[gdn_conv_K], *v = call->arg[gdn_conv_V];
     float *gate = call->arg[gdn_conv_GATE], *beta = call->arg[gdn_conv_BETA], *out = call->arg[gdn_conv_CONV_OUT];
     const gdn_rows rows = {call->arg[gdn_conv_CONV_IN], proj, s.z, p->pitch, s.taps - 1};
-    const size_t count = (size_t)step->rows;
+    const size_t count = (size_t)step->rows, share = (count + call->grid[1] - 1) / call->grid[1];
     (void)worker;
-    for (uint32_t group = begin; group < end && group / s.hk < count; group++) {
-        uint32_t j = group % s.hk, h = j * s.rep;
-        size_t m = group / s.hk, head = (m * s.hk + j) * s.dk, first = m * s.hv + h;
-        gdn_query_key(&s, &rows, m, w, j, q + head, k + head);
-        gdn_conv_row(&rows, m, w, s.taps, s.v + (size_t)h * s.dv, s.rep * s.dv, v + first * s.dv);
-        gdn_gates(&s, proj + m * p->pitch, call->arg[gdn_conv_A_LOG], call->arg[gdn_conv_DT_BIAS], h, s.rep,
-            gate + first, beta + first);
-        if (m + 1 == count) {
+    for (uint32_t group = begin; group < end; group++) {
+        const uint32_t j = group % s.hk, h = j * s.rep;
+        size_t m = group / s.hk * share;
+        const size_t stop = m + share < count ? m + share : count;
+        if (m >= stop) continue;
+        for (; m < stop; m++) {
+            const size_t head = (m * s.hk + j) * s.dk, first = m * s.hv + h;
+            gdn_query_key(&s, &rows, m, w, j, q + head, k + head);
+            gdn_conv_row(&rows, m, w, s.taps, s.v + (size_t)h * s.dv, s.rep * s.dv, v + first * s.dv);
+            gdn_gates(&s, proj + m * p->pitch, call->arg[gdn_conv_A_LOG], call->arg[gdn_conv_DT_BIAS], h, s.rep,
+                gate + first, beta + first);
+        }
+        if (m == count) {
             gdn_conv_state(&rows, count, (size_t)j * s.dk, s.dk, out);
             gdn_conv_state(&rows, count, s.k + (size_t)j * s.dk, s.dk, out);
             gdn_conv_state(&rows, count, s.v + (size_t)h * s.dv, s.rep * s.dv, out);

@@ -6,10 +6,12 @@
 #endif
 
 #include "attention.h"
+#include "expanded.h"
 #include "gdn.h"
 #include "matmul.h"
 #include "moe.h"
 #include "norm.h"
+#include "probe.h"
 #include "route.h"
 #include "sample.h"
 
@@ -48,6 +50,8 @@ const cpu_entry KERNELS[] = {
     ENTRY(moe_gemm_gate_up, 1)
     ENTRY(moe_gemm_down, 1)
     ENTRY(moe_combine, 4)
+    ENTRY(expand, 16)
+    ENTRY(moe_gemm_expanded, 1)
     ENTRY(last_row, 1)
     ENTRY(swiglu, 4)
     ENTRY(argmax, 1)
@@ -57,6 +61,9 @@ const cpu_entry KERNELS[] = {
     ENTRY(top_logprobs, 1)
     ENTRY(advance, 1)
     ENTRY(score_rows, 1)
+    ENTRY(probe_level, 1)
+    ENTRY(probe_read, 1)
+    ENTRY(probe_matrix, 1)
     {NULL, NULL, 0},
 };
 // clang-format on

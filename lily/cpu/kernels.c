@@ -71,16 +71,21 @@ int lily_kernel_get(
     if (!entry) return cpu_fail(LILY_ENOTFOUND, "the cpu device has no kernel \"%s\"", name);
     const int code = check_constants(row, constants, count);
     if (code) return code;
-    for (lily_kernel *k = device->kernels; k; k = k->next) {
-        if (k->row == row && (!count || !memcmp(k->constant, constants, count * sizeof *constants))) {
-            *out = k;
-            return LILY_OK;
-        }
+    pthread_mutex_lock(&device->mutex);
+    lily_kernel *k = device->kernels;
+    while (k && (k->row != row || (count && memcmp(k->constant, constants, count * sizeof *constants)))) k = k->next;
+    if (!k && (k = calloc(1, sizeof *k))) {
+        *k = (lily_kernel){.row = row, .entry = *entry, .device = device, .count = count, .next = device->kernels};
+        if (count) memcpy(k->constant, constants, count * sizeof *constants);
+        device->kernels = k;
     }
-    lily_kernel *k = calloc(1, sizeof *k);
-    if (!k) return cpu_fail(LILY_ENOMEM, "no memory left for kernel %s", name);
-    *k = (lily_kernel){.row = row, .entry = *entry, .device = device, .count = count, .next = device->kernels};
-    if (count) memcpy(k->constant, constants, count * sizeof *constants);
-    device->kernels = *out = k;
-    return LILY_OK;
+    pthread_mutex_unlock(&device->mutex);
+    *out = k;
+    return k ? LILY_OK : cpu_fail(LILY_ENOMEM, "no memory left for kernel %s", name);
+}
+
+// Kernels are compiled with the library and take groups of any size.
+int lily_kernel_fit(lily_kernel *kernel, uint32_t threads) {
+    (void)threads;
+    return kernel ? LILY_OK : cpu_fail(LILY_EINVAL, "lily_kernel_fit: no kernel");
 }

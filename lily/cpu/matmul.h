@@ -51,7 +51,7 @@ SHARED void kernel_embed(const cpu_call *call, uint32_t begin, uint32_t end, cpu
 // ---- one row ----------------------------------------------------------------------------------------------------------
 
 INLINE product product_of(const cpu_call *call, int arg, uint32_t n, uint32_t k, epilogue end) {
-    // All matrix kernels have bits and group as their first constants.
+    // All matrix kernels have bits and group as their first constants, those of many rows tile_m as their third.
     return (product){{call->arg[arg], k, (uint32_t)call->constant[0], (uint32_t)call->constant[1]}, n, end};
 }
 
@@ -140,7 +140,7 @@ typedef struct {
     size_t x_pitch;
     float *y; // first output of row 0
     size_t y_pitch;
-    uint32_t rows, tile_m, tile_n;
+    uint32_t rows, tile_n;
 } gemm_rows;
 
 INLINE void gemm_blocks(
@@ -160,14 +160,14 @@ INLINE void gemm_blocks(
 
 INLINE void gemm_groups(
     const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker, const product *out, const gemm_rows *r) {
-    const uint32_t width = call->grid[0], height = call->grid[1];
+    const uint32_t width = call->grid[0], height = call->grid[1], tile_m = (uint32_t)call->constant[gemm_C_TILE_M];
     for (uint32_t g = begin, next; g < end; g = next) {
         const uint32_t column = g % width, row = g / width;
         next = end - g < width - column ? end : g + width - column;
         const block_range blocks = blocks_of_groups(column, column + next - g, r->tile_n, out->n);
-        uint64_t stop = row + 1 < height ? (uint64_t)(row + 1) * r->tile_m : r->rows;
+        uint64_t stop = row + 1 < height ? (uint64_t)(row + 1) * tile_m : r->rows;
         if (stop > r->rows) stop = r->rows;
-        for (uint64_t first = (uint64_t)row * r->tile_m; first < stop; first += SWEEP_ROWS) {
+        for (uint64_t first = (uint64_t)row * tile_m; first < stop; first += SWEEP_ROWS) {
             const uint64_t rows = stop - first < SWEEP_ROWS ? stop - first : SWEEP_ROWS;
             gemm_blocks(out, r, (uint32_t)first, (uint32_t)rows, blocks, worker);
         }
@@ -179,8 +179,7 @@ SHARED void kernel_gemm(const cpu_call *call, uint32_t begin, uint32_t end, cpu_
     const Step *step = call->arg[gemm_STEP];
     const product out = product_of(call, gemm_W, p->n, p->k, STORE);
     float *y = call->arg[gemm_Y];
-    const gemm_rows rows = {
-        call->arg[gemm_X], p->k, y + p->column, p->pitch, (uint32_t)step->rows, p->tile_m, p->tile_n};
+    const gemm_rows rows = {call->arg[gemm_X], p->k, y + p->column, p->pitch, (uint32_t)step->rows, p->tile_n};
     gemm_groups(call, begin, end, worker, &out, &rows);
 }
 
@@ -192,8 +191,8 @@ SHARED void kernel_gemm_f32(const cpu_call *call, uint32_t begin, uint32_t end, 
     const product out = product_of(call, gemm_f32_W, p->n, p->k, STORE);
     const float *x = call->arg[gemm_f32_X];
     float *y = call->arg[gemm_f32_Y];
-    const gemm_rows rows = {x + (size_t)p->first * p->k, p->k, y + p->column, p->pitch,
-        left < p->limit ? left : p->limit, p->tile_m, p->tile_n};
+    const gemm_rows rows = {
+        x + (size_t)p->first * p->k, p->k, y + p->column, p->pitch, left < p->limit ? left : p->limit, p->tile_n};
     gemm_groups(call, begin, end, worker, &out, &rows);
 }
 
@@ -202,7 +201,7 @@ SHARED void kernel_gemm_swiglu(const cpu_call *call, uint32_t begin, uint32_t en
     const Step *step = call->arg[gemm_swiglu_STEP];
     const product out = product_of(call, gemm_swiglu_W, p->n, p->k, SWIGLU);
     const gemm_rows rows = {
-        call->arg[gemm_swiglu_X], p->k, call->arg[gemm_swiglu_Y], p->n, (uint32_t)step->rows, p->tile_m, p->tile_n};
+        call->arg[gemm_swiglu_X], p->k, call->arg[gemm_swiglu_Y], p->n, (uint32_t)step->rows, p->tile_n};
     gemm_groups(call, begin, end, worker, &out, &rows);
 }
 
@@ -211,7 +210,7 @@ SHARED void kernel_gemm_residual(const cpu_call *call, uint32_t begin, uint32_t 
     const Step *step = call->arg[gemm_residual_STEP];
     const product out = product_of(call, gemm_residual_W, p->n, p->k, ADD);
     const gemm_rows rows = {
-        call->arg[gemm_residual_Y], p->k, call->arg[gemm_residual_X], p->n, (uint32_t)step->rows, p->tile_m, p->tile_n};
+        call->arg[gemm_residual_Y], p->k, call->arg[gemm_residual_X], p->n, (uint32_t)step->rows, p->tile_n};
     gemm_groups(call, begin, end, worker, &out, &rows);
 }
 

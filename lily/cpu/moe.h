@@ -168,7 +168,7 @@ INLINE void expert_groups(const cpu_call *call, uint32_t begin, uint32_t end, cp
     const size_t expert_bytes = (gate_up ? 2 : 1) * padded_bytes(&out.w, p->n);
     const expert_rows rows = {
         call->arg[moe_gemm_down_X], call->arg[moe_gemm_down_Y], call->arg[moe_gemm_down_ORDER], p->active, gate_up};
-    const uint32_t width = call->grid[0];
+    const uint32_t width = call->grid[0], tile_m = (uint32_t)call->constant[moe_gemm_down_C_TILE_M];
     for (uint32_t g = begin, next; g < end; g = next) {
         const uint32_t x = g % width, tile = g / width;
         next = end - g < width - x ? end : g + width - x;
@@ -176,13 +176,14 @@ INLINE void expert_groups(const cpu_call *call, uint32_t begin, uint32_t end, cp
         if (expert < 0) continue;
         const uint32_t left = (uint32_t)(offsets[expert + 1] - first);
         out.w.data = experts + (size_t)expert * expert_bytes;
-        expert_tile(&out, &rows, tile, (uint32_t)first, left < p->tile_m ? left : p->tile_m,
+        expert_tile(&out, &rows, tile, (uint32_t)first, left < tile_m ? left : tile_m,
             blocks_of_groups(x, x + next - g, p->tile_n, p->n), worker);
     }
 }
 
 _Static_assert(sizeof(moe_gemm_gate_up_params) == sizeof(moe_gemm_down_params) &&
-        (int)moe_gemm_gate_up_Y == (int)moe_gemm_down_Y && (int)moe_gemm_gate_up_W == (int)moe_gemm_down_W,
+        (int)moe_gemm_gate_up_Y == (int)moe_gemm_down_Y && (int)moe_gemm_gate_up_W == (int)moe_gemm_down_W &&
+        (int)moe_gemm_gate_up_C_TILE_M == (int)moe_gemm_down_C_TILE_M,
     "expert_groups reads both alike");
 
 SHARED void kernel_moe_gemm_gate_up(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {

@@ -13,10 +13,10 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "machine.h"
@@ -42,6 +42,7 @@ struct cpu_worker {
     // Of the running chunk, and of what `prepared` holds.
     const cpu_call *call, *prepared_call;
     uint64_t serial, prepared_serial, prepared_tag;
+    jmp_buf no_memory; // out of the running kernel
     pool *owner;
     pthread_t thread;
     char padding[CACHE_LINE];
@@ -53,6 +54,7 @@ struct pool {
     _Atomic uint32_t done;
     char done_alone[CACHE_LINE];
     const pool_phase *phase;
+    atomic_size_t missing; // see pool_run
     uint32_t serial;
     uint32_t threads, started;
     atomic_uint sleepers;
@@ -67,22 +69,23 @@ static void *aligned(size_t bytes) {
     return posix_memalign(&memory, CACHE_LINE, bytes) ? NULL : memory;
 }
 
-static void *grow(scratch *s, size_t bytes) {
+// Does not return when there is no memory: kernels need not look, and hold nothing that a jump would lose.
+static void *grow(cpu_worker *w, scratch *s, size_t bytes) {
     if (bytes > s->bytes) {
         free(s->memory);
         // Half as much again: sizes that creep up are not copied each time.
         s->bytes = bytes + bytes / 2;
         s->memory = aligned(s->bytes);
         if (!s->memory) {
-            fprintf(stderr, "lily: no memory left for %zu bytes of kernel scratch; use a smaller context or chunk\n",
-                s->bytes);
-            abort();
+            atomic_store(&w->owner->missing, s->bytes);
+            s->bytes = 0;
+            _longjmp(w->no_memory, 1);
         }
     }
     return s->memory;
 }
 
-void *cpu_scratch(cpu_worker *w, size_t bytes) { return grow(&w->free_use, bytes ? bytes : 1); }
+void *cpu_scratch(cpu_worker *w, size_t bytes) { return grow(w, &w->free_use, bytes ? bytes : 1); }
 
 void *cpu_prepared(cpu_worker *w, uint64_t tag, size_t bytes, int *ready) {
     *ready = w->prepared_call == w->call && w->prepared_serial == w->serial && w->prepared_tag == tag &&
@@ -90,19 +93,25 @@ void *cpu_prepared(cpu_worker *w, uint64_t tag, size_t bytes, int *ready) {
     w->prepared_call = w->call;
     w->prepared_serial = w->serial;
     w->prepared_tag = tag;
-    return grow(&w->prepared, bytes ? bytes : 1);
+    return grow(w, &w->prepared, bytes ? bytes : 1);
 }
 
 static bool has_chunk(uint64_t state) { return (state & 0xffff) < (state >> 16 & 0xffff); }
+
+// A kernel that finds no memory comes back here.  Not inlined: no caller's variable may live in a register meanwhile.
+static __attribute__((noinline)) void run_kernel(const pool_dispatch *d, uint32_t begin, uint32_t end, cpu_worker *w) {
+    if (!_setjmp(w->no_memory)) d->run(&d->call, begin, end, w);
+}
 
 static void run_chunk(const pool_phase *phase, uint32_t chunk, uint32_t serial, cpu_worker *w) {
     const pool_dispatch *d = phase->dispatch;
     while (chunk >= d->chunks) chunk -= d++->chunks;
     const uint32_t begin = (uint32_t)((uint64_t)d->groups * chunk / d->chunks);
     const uint32_t end = (uint32_t)((uint64_t)d->groups * (chunk + 1) / d->chunks);
+    if (atomic_load(&w->owner->missing)) return; // the phase has failed
     w->call = &d->call;
     w->serial = serial;
-    d->run(&d->call, begin, end, w);
+    run_kernel(d, begin, end, w);
 }
 
 // Claims and runs chunks until none is left.
@@ -164,11 +173,12 @@ static void wake_sleepers(pool *p) {
     pthread_mutex_unlock(&p->mutex);
 }
 
-void pool_run(pool *p, const pool_phase *phase) {
+size_t pool_run(pool *p, const pool_phase *phase) {
     p->serial++;
+    atomic_store(&p->missing, 0);
     if (phase->chunks == 1) { // nothing to share: leave the others alone
         run_chunk(phase, 0, p->serial, &p->worker[0]);
-        return;
+        return atomic_load(&p->missing);
     }
     p->phase = phase;
     atomic_store(&p->done, 0);
@@ -176,6 +186,7 @@ void pool_run(pool *p, const pool_phase *phase) {
     wake_sleepers(p);
     work(p, &p->worker[0]);
     wait_for_phase(p);
+    return atomic_load(&p->missing);
 }
 
 void pool_enter_thread(void) {

@@ -35,7 +35,8 @@ uint32_t pool_chunks(uint32_t threads, uint32_t groups, uint32_t grain);
 // Prepares the calling thread for kernels; the driver calls it once.
 void pool_enter_thread(void);
 
-// Runs a phase to its end.  Always from the same thread.
-void pool_run(pool *, const pool_phase *);
+// Runs a phase to its end.  Always from the same thread.  Returns 0, or how many bytes of scratch memory a kernel asked for
+// in vain: what the phase should have written is undefined then.
+size_t pool_run(pool *, const pool_phase *);
 
 #endif

@@ -51,6 +51,12 @@ typedef struct {
     uint32_t worth; // features without which "auto" passes it over
 } cpu_isa;
 
+// A submission whose kernels found no memory for their scratch.
+typedef struct {
+    uint64_t ticket; // 0: none, or reported
+    size_t bytes;
+} queue_failure;
+
 #define QUEUE_ENTRIES 4096
 #define TIMED_TICKETS 64
 
@@ -66,8 +72,8 @@ struct lily_device {
     long process; // that opened the device; its threads do not exist in a forked one
     pool *pool;
     pthread_t driver;
-    lily_kernel *kernels;
     pthread_mutex_t mutex; // of all below
+    lily_kernel *kernels;
     pthread_cond_t work, finished;
     bool closing;
     uint64_t submitted;
@@ -75,6 +81,8 @@ struct lily_device {
     uint32_t head, queued;
     queue_entry queue[QUEUE_ENTRIES];
     double seconds[TIMED_TICKETS];
+    atomic_uint failures; // not reported yet
+    queue_failure failed[TIMED_TICKETS];
 };
 
 // Sets this thread's error text and returns `code`.

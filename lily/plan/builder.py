@@ -8,6 +8,7 @@ from typing import Any
 from lily.config import ModelConfig
 from lily.errors import InvalidRequestError
 from lily.kernels import KERNELS
+from lily.plan import legal
 from lily.plan.hazards import schedule
 from lily.plan.memory import ACT_BYTES, StateLayout, kv_row_bytes, step_buffers
 from lily.plan.views import Dispatch, Plan, View
@@ -73,12 +74,12 @@ class Builder:
 
     def dispatch(
         self, kernel: str, grid: tuple[int, ...], threads: int = 1, *, label: str = "",
-        constants: dict[str, int] | None = None, params: dict[str, int | float] | None = None,
+        constants: dict[str, int] | None = None, params: dict[str, int | float] | None = None, host: bool = False,
         **args: Any,
     ) -> None:  # fmt: skip
         """Records ``kernel`` on a grid of groups; every argument, parameter and constant of its row must be given.
 
-        ``args`` are the row's buffers by name: View, Dense or Matrix.
+        ``args`` are the row's buffers by name: View, Dense or Matrix.  ``host``: the host runs it, not the device.
         """
         k = KERNELS[kernel]
         constants, params = constants or {}, params or {}
@@ -91,16 +92,19 @@ class Builder:
                 raise ValueError(f"{kernel}: {what} are {sorted(wanted)}, given were {sorted(given)}")
         if threads > k.max_threads:
             raise ValueError(f"{kernel}: {threads} threads, allowed are {k.max_threads}")
+        label = self._prefix + (label or kernel)
+        legal.check(k, {**params, **constants}, device=self.policy.device, source=self.config.source, label=label)
         views = tuple(v if isinstance(v, View) else v.view for v in (args[a.name] for a in k.args))
         self.dispatches.append(
             Dispatch(
                 kernel=k,
-                label=self._prefix + (label or kernel),
+                label=label,
                 constants=tuple(int(constants[n]) for n in k.constants),
                 views=views,
                 params=tuple(params[n] for n, _ in k.params),
                 grid=(*grid, 1, 1)[:3],  # type: ignore[arg-type]
                 threads=(threads, 1, 1),
+                host=host,
             )
         )
 

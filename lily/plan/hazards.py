@@ -3,6 +3,7 @@
 
 Dispatches are recorded in the order in which the forward pass names them.  A dispatch conflicts with an earlier one of
 the same level when their ranges overlap and at least one of them writes; then a barrier starts the next level.
+What the host runs is a level of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def schedule(dispatches: Sequence[Dispatch], *, every: bool = False) -> tuple[Di
     current: list[Dispatch] = []
     level = 0
     for d in dispatches:
-        barrier = bool(current) and (every or any(conflicts(c, d) for c in current))
+        barrier = bool(current) and (every or d.host or any(c.host or conflicts(c, d) for c in current))
         if barrier:
             level += 1
             current = []

@@ -10,10 +10,10 @@ from typing import Any
 
 from lily.config import ModelConfig
 from lily.plan.builder import Builder, groups
+from lily.plan.expanded import expanded_experts
+from lily.plan.tiles import GEMM_THREADS, Tile
 from lily.plan.views import Plan, View
 from lily.plan.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
-
-GEMM_THREADS = 128  # PRODUCT_THREADS in shaders/matrix.h
 
 
 def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
@@ -63,26 +63,15 @@ def norm_rows(b: Builder, x: View, norm: Dense, name: str) -> View:
     return h
 
 
-def gemm_tile(b: Builder, rows: int, parts: int = 1) -> dict[str, int]:
-    """Tile of a dense GEMM over ``rows`` rows; ``parts``: matrices computed together."""
-    tile_m = b.policy.gemm_tile(rows)
-    return {"tile_m": tile_m, "tile_n": b.policy.tile_columns(tile_m, parts)}
-
-
-def gemm_grid(n: int, rows: int, tile: dict[str, int]) -> tuple[int, int]:
-    """Groups for ``n`` outputs of ``rows`` rows."""
-    return groups(n, tile["tile_n"]), groups(rows, tile["tile_m"])
-
-
 def project(b: Builder, x: View, segments: tuple[Matrix, ...], y: View, pitch: int) -> None:
     """Rows of ``y`` = stacked projections of rows of ``x``."""
-    tile = gemm_tile(b, b.rows)
+    tile = Tile.dense(b.policy, b.rows)
     for w in segments:
         b.dispatch(
-            "gemm", gemm_grid(w.n, b.rows, tile), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
+            "gemm", tile.grid(w.n, b.rows), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
             step=b.fixed("step.in"), x=x, w=w, y=y,
-            params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, **tile},
-            constants=w.constants,
+            params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "tile_n": tile.n},
+            constants=tile.constants(w),
         )  # fmt: skip
 
 
@@ -91,21 +80,24 @@ def project_f32(
 ) -> None:
     """As ``project`` with float32 results, for rows [first, first+limit)."""
     limit = b.rows if limit is None else limit
-    tile = gemm_tile(b, limit)
+    tile = Tile.dense(b.policy, limit)
     b.dispatch(
-        "gemm_f32", gemm_grid(w.n, limit, tile), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
+        "gemm_f32", tile.grid(w.n, limit), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
         step=b.fixed("step.in"), x=x, w=w, y=y,
-        params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "first": first, "limit": limit, **tile},
-        constants=w.constants,
+        params={
+            "n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "first": first, "limit": limit, "tile_n": tile.n,
+        },
+        constants=tile.constants(w),
     )  # fmt: skip
 
 
 def project_residual(b: Builder, y: View, w: Matrix, x: View) -> None:
     """Rows of ``x`` += W · rows of ``y``."""
-    tile = gemm_tile(b, b.rows)
+    tile = Tile.dense(b.policy, b.rows)
     b.dispatch(
-        "gemm_residual", gemm_grid(w.n, b.rows, tile), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
-        step=b.fixed("step.in"), y=y, w=w, x=x, params={"n": w.n, "k": w.k, **tile}, constants=w.constants,
+        "gemm_residual", tile.grid(w.n, b.rows), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
+        step=b.fixed("step.in"), y=y, w=w, x=x, params={"n": w.n, "k": w.k, "tile_n": tile.n},
+        constants=tile.constants(w),
     )  # fmt: skip
 
 
@@ -178,25 +170,22 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
 
 def moe(b: Builder, w: MoeWeights, x: View) -> None:
     c, p, m, step = b.config, b.policy, b.rows, b.fixed("step.in")
-    h, n, ns, e, a = (
-        c.hidden_size, c.moe_intermediate_size, c.shared_intermediate_size, c.num_experts, c.experts_per_token
-    )  # fmt: skip
-    tile = p.moe_tile(m, e, a)
+    h, ns, e, a = c.hidden_size, c.shared_intermediate_size, c.num_experts, c.experts_per_token
+    tile_m = p.moe_tile(m, e, a)
     # Each expert that is hit may leave one tile partly filled.
-    blocks = groups(m * a, tile) + min(e, m * a)
-    hit = min(e, m * a)
+    blocks = groups(m * a, tile_m) + min(e, m * a)
     normed = norm_rows(b, x, w.norm, "normed")
     logits, ids, weights = b.f32("router", m, e + 1), b.i32("ids", m, a), b.f32("weights", m, a)
     offsets, order, block_map = b.i32("offsets", e + 1), b.i32("order", m * a), b.i32("blocks", blocks, 2)
     shared_act, shared = b.act("shared_act", m, ns), b.act("shared", m, h)
-    act, y = b.act("expert_act", m * a, n), b.act("expert_out", m * a, h)
+    y = b.act("expert_out", m * a, h)
     for router in w.router:
         project_f32(b, normed, router, logits, e + 1)
-    pair = gemm_tile(b, m, parts=2)
+    pair = Tile.dense(p, m, parts=2)
     b.dispatch(
-        "gemm_swiglu", gemm_grid(ns, m, pair), GEMM_THREADS, label="shared_gate_up",
+        "gemm_swiglu", pair.grid(ns, m), GEMM_THREADS, label="shared_gate_up",
         step=step, x=normed, w=w.shared_gate_up, y=shared_act,
-        params={"n": ns, "k": h, **pair}, constants=w.shared_gate_up.constants,
+        params={"n": ns, "k": h, "tile_n": pair.n}, constants=pair.constants(w.shared_gate_up),
     )  # fmt: skip
     b.dispatch(
         "route_topk", (m,), 32, step=step, logits=logits, ids=ids, weights=weights,
@@ -204,25 +193,38 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
     )  # fmt: skip
     project(b, shared_act, (w.shared_down,), shared, h)
     b.dispatch(
-        "route_group", (1,), 1024, step=step, ids=ids, offsets=offsets, order=order, blocks=block_map,
-        params={"experts": e, "active": a, "tile_m": tile, "max_blocks": blocks},
+        "route_group", (1,), 1024, host=p.off("resident-routing"),
+        step=step, ids=ids, offsets=offsets, order=order, blocks=block_map,
+        params={"experts": e, "active": a, "tile_m": tile_m, "max_blocks": blocks},
     )  # fmt: skip
     routed: dict[str, Any] = {"step": step, "offsets": offsets, "order": order, "blocks": block_map}
-    sizes = {"experts": e, "active": a, "tile_m": tile}
-    pair_n, single_n = p.tile_columns(tile, parts=2), p.tile_columns(tile)
-    b.dispatch(
-        "moe_gemm_gate_up", (groups(n, pair_n), blocks), GEMM_THREADS, x=normed, y=act, **routed,
-        w=w.gate_up.view.using(hit * w.gate_up.expert_bytes), params={"n": n, "k": h, **sizes, "tile_n": pair_n},
-        constants=w.gate_up.constants,
-    )  # fmt: skip
-    b.dispatch(
-        "moe_gemm_down", (groups(h, single_n), blocks), GEMM_THREADS, x=act, y=y, **routed,
-        w=w.down.view.using(hit * w.down.expert_bytes), params={"n": h, "k": n, **sizes, "tile_n": single_n},
-        constants=w.down.constants,
-    )  # fmt: skip
+    (expanded_experts if p.off("fused-dequantisation") else routed_experts)(b, w, normed, y, routed, tile_m, blocks)
     b.dispatch(
         "moe_combine", (m,), 256, step=step, y=y, weights=weights, logits=logits, shared=shared, x=x,
         params={"hidden": h, "experts": e, "active": a},
+    )  # fmt: skip
+
+
+def routed_experts(
+    b: Builder, w: MoeWeights, x: View, y: View, routed: dict[str, Any], tile_m: int, blocks: int
+) -> None:
+    """Rows of ``x`` through their experts, each by its own: y [rows*active, hidden].
+
+    ``routed``: step, offsets, order and blocks of ``blocks`` tiles.
+    """
+    c = b.config
+    h, n, e, a = c.hidden_size, c.moe_intermediate_size, c.num_experts, c.experts_per_token
+    pair, single = Tile.of(b.policy, tile_m, parts=2), Tile.of(b.policy, tile_m)
+    act, hit = b.act("expert_act", b.rows * a, n), min(e, b.rows * a)
+    b.dispatch(
+        "moe_gemm_gate_up", (groups(n, pair.n), blocks), GEMM_THREADS, x=x, y=act, **routed,
+        w=w.gate_up.view.using(hit * w.gate_up.expert_bytes),
+        params={"n": n, "k": h, "experts": e, "active": a, "tile_n": pair.n}, constants=pair.constants(w.gate_up),
+    )  # fmt: skip
+    b.dispatch(
+        "moe_gemm_down", (groups(h, single.n), blocks), GEMM_THREADS, x=act, y=y, **routed,
+        w=w.down.view.using(hit * w.down.expert_bytes),
+        params={"n": h, "k": n, "experts": e, "active": a, "tile_n": single.n}, constants=single.constants(w.down),
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lily.kernels import Kernel
@@ -50,7 +51,10 @@ class View:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One kernel launch. ``level`` and ``barrier`` are filled in by ``hazards.schedule``."""
+    """One kernel launch. ``level`` and ``barrier`` are filled in by ``hazards.schedule``.
+
+    ``host``: the host runs it, between two submissions (``lily/host_steps.py``).
+    """
 
     kernel: Kernel
     label: str
@@ -61,6 +65,7 @@ class Dispatch:
     threads: tuple[int, int, int]
     level: int = 0
     barrier: bool = False
+    host: bool = False
 
     @property
     def bytes_read(self) -> int:
@@ -77,6 +82,7 @@ class Dispatch:
             "barrier": self.barrier,
             "label": self.label,
             "kernel": self.kernel.name,
+            "host": self.host,
             "constants": dict(zip(self.kernel.constants, self.constants, strict=True)),
             "params": {n: v for (n, _), v in zip(self.kernel.params, self.params, strict=True)},
             "grid": list(self.grid),
@@ -98,6 +104,17 @@ class Plan:
     dispatches: tuple[Dispatch, ...]
     scratch_bytes: int
     buffers: dict[str, int] = field(default_factory=dict)  # bytes of each buffer the dispatches name, at least
+
+    def segments(self) -> Iterator[tuple[Plan, Dispatch | None]]:
+        """What is submitted at a time, and the host's step after it; a plan without host steps is one segment."""
+        run: list[Dispatch] = []
+        for d in self.dispatches:
+            if d.host:
+                yield replace(self, dispatches=tuple(run)), d
+                run = []
+            else:
+                run.append(d if run else replace(d, barrier=False))
+        yield replace(self, dispatches=tuple(run)), None
 
     @property
     def levels(self) -> int:

@@ -153,7 +153,8 @@ class _Placer:
         for m, n in modules:
             parts.append(Part(m, rows, n))
             rows += align(n, block)
-        one = align(matrix_bytes(layout, rows, k, spec))
+        # Experts follow each other without a gap.
+        one = matrix_bytes(layout, rows, k, spec)
         return Matrix(self.view(one * experts), layout, rows, k, spec, tuple(parts), experts, column)
 
     def stack(self, modules: list[tuple[str, int]], k: int) -> tuple[Matrix, ...]:
