@@ -14,7 +14,7 @@ C_FILES = $(shell find $(wildcard lily objc_shim shaders tests bench) \( -name '
 	! -name kernel_params.h ! -path 'lily/data/*' | LC_ALL=C sort)
 
 .NOTPARALLEL:
-.PHONY: help setup build compile run test test-full lint format bench sdist wheel wheel-macos clean
+.PHONY: help setup build compile run test test-full lint format bench sdist wheel wheel-macos metallib clean
 
 help:
 	@echo 'make run        build Lily and write a story with the embedded model'
@@ -27,6 +27,7 @@ help:
 	@echo 'make setup      create $(VENV) with all development tools'
 	@echo 'make wheel      build the sdist and from it the wheel, into dist/'
 	@echo 'make wheel-macos  build the wheel for macOS on Apple silicon, on any machine'
+	@echo 'make metallib   compile the shaders ahead of time, on a Mac with Xcode; not needed'
 	@echo 'make clean      remove what was built; $(VENV) stays'
 
 setup: $(DEV) build
@@ -85,7 +86,11 @@ wheel: $(DEV)
 wheel-macos: $(DEV)
 	@$(PY) tools/wheel_macos.py
 
+metallib: $(BASE)
+	@$(PY) tools/metallib.py
+
 clean:
 	rm -rf build dist lily_engine.egg-info lily/data lily/cpu/kernel_params.h lily/_*.c
+	rm -f lily/metal/*.metallib lily/metal/metallib.stamp
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find lily tests bench \( -name '*.so' -o -name '*.dylib' -o -name '*.pyc' \) -exec rm -f {} +

@@ -4,7 +4,8 @@
 //
 // Conventions.  Functions that can fail return LILY_OK or a LILY_E* code; `lily_error(device)` then has one sentence with
 // the cause (`lily_open` writes it into its own buffer, there being no device yet).  A device is used from one thread at a
-// time, except `lily_wait` and `lily_completed`, which any thread may call.  No function calls back into the host.
+// time, except `lily_wait`, `lily_completed`, `lily_kernel_get` and `lily_kernel_fit`, which any thread may call, several
+// at once too: a kernel that many ask for is compiled once.  No function calls back into the host.
 // Nothing in lily_submit allocates: all memory of a list exists when lily_list_end returns.
 #ifndef LILY_DEVICE_H
 #define LILY_DEVICE_H
@@ -59,6 +60,9 @@ LILY_API void *lily_buffer_contents(lily_buffer *);
 // asking again returns the same one.
 LILY_API int lily_kernel_get(
     lily_device *, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out);
+// Compiles what groups of `threads` need, so that recording such a dispatch compiles nothing.  Never necessary; a device
+// that compiles nothing may lack it.
+LILY_API int lily_kernel_fit(lily_kernel *, uint32_t threads);
 
 // A list of dispatches, recorded once and submitted any number of times.
 typedef struct {
@@ -78,7 +82,7 @@ LILY_API int lily_list_end(lily_list *);
 // tickets count up by one from 1.
 LILY_API int lily_submit(lily_device *, lily_list *const *lists, uint32_t count, uint64_t *ticket);
 LILY_API uint64_t lily_completed(lily_device *); // the last finished ticket
-// Blocks until `ticket` has finished.  LILY_EFAILED: that submission failed (once reported, it is forgotten).
+// Blocks until `ticket` has finished.  LILY_EFAILED, LILY_ENOMEM: that submission failed (once reported, it is forgotten).
 LILY_API int lily_wait(lily_device *, uint64_t ticket, uint64_t timeout_ns);
 // Seconds the device spent on a finished ticket of the last 64; negative if unknown.
 LILY_API double lily_seconds(lily_device *, uint64_t ticket);

@@ -2,11 +2,12 @@
 // The Metal device: lily_device.h on Apple's GPUs, with the classic Metal API of macOS 15.
 // Manual retain/release.  All buffers are hazard-tracked, so command buffers that share memory run one after the other
 // without fences; within a command buffer, whose one encoder is concurrent, barriers stand where the list says.
-// Not handled: several GPUs, GPUs without unified memory, indirect command buffers.
+// With option replay=icb lists are indirect command buffers, which nothing tracks: fences order them (metal_replay.h).
+// Not handled: several GPUs, GPUs without unified memory.
 #include "metal_encode.h"
 #include "metal_library.h"
 #include "metal_record.h"
-#include "metal_residency.h"
+#include "metal_replay.h"
 
 #include <sys/mman.h>
 
@@ -77,24 +78,24 @@ static int start(lily_device *d, const open_options *o) {
     if (code) return code;
     d->queue = [d->gpu newCommandQueueWithMaxCommandBufferCount:QUEUE_CAPACITY];
     if (!d->queue) return fail(LILY_EFAILED, "%s gave no command queue", text_of([d->gpu name]));
-    code = open_library(d, o);
+    code = replay_open(d, o);
+    if (!code) code = open_library(d, o);
     return code ? code : set_open(d, o->keep_s);
 }
 
 static void release_all(lily_device *d) {
     for (lily_kernel *k = d->kernels, *next; k; k = next) {
         next = k->next;
-        [k->pipeline release];
-        [k->wide release];
-        [k->function release];
-        free(k);
+        release_kernel(k);
     }
     if (d->set) {
         if (d->set_held) [d->set endResidency];
         [d->queue removeResidencySet:d->set];
     }
     [d->set release];
+    [d->cache.found release];
     [d->cache.archive release];
+    [d->fence release];
     [d->library release];
     [d->queue release];
     [d->gpu release];
@@ -125,11 +126,14 @@ void lily_close(lily_device *d) {
     pthread_cond_destroy(&d->finished);
     pthread_mutex_destroy(&d->mutex);
     pthread_mutex_destroy(&d->set_mutex);
+    pthread_cond_destroy(&d->kernel_made);
+    pthread_mutex_destroy(&d->kernel_mutex);
+    pthread_mutex_destroy(&d->cache.mutex);
     forget(d);
 }
 
 static int open_device(const char *text, lily_device **out) {
-    open_options o = {.msl = "auto", .slice_ms = 250, .keep_s = 180, .capture_ticket = 2};
+    open_options o = {.msl = "auto", .replay = "encode", .slice_ms = 250, .keep_s = 180, .capture_ticket = 2};
     int code = parse_options(&o, text);
     if (code) return code;
     lily_device *d = calloc(1, sizeof *d);
@@ -142,6 +146,9 @@ static int open_device(const char *text, lily_device **out) {
     d->capture_ticket = o.capture_ticket;
     pthread_mutex_init(&d->mutex, NULL);
     pthread_mutex_init(&d->set_mutex, NULL);
+    pthread_mutex_init(&d->kernel_mutex, NULL);
+    pthread_mutex_init(&d->cache.mutex, NULL);
+    pthread_cond_init(&d->kernel_made, NULL);
     init_condition(&d->finished);
     init_condition(&d->beat);
     code = start(d, &o);
@@ -169,14 +176,23 @@ int lily_info(lily_device *d, char *out, size_t bytes) {
         const double slice = d->slice;
         const unsigned long long pieces = d->pieces, submitted = d->submitted;
         pthread_mutex_unlock(&d->mutex);
+        pthread_mutex_lock(&d->kernel_mutex);
+        const compile_counts c = d->compiled;
+        pthread_mutex_unlock(&d->kernel_mutex);
+        char cache[sizeof d->cache.state];
+        pthread_mutex_lock(&d->cache.mutex);
+        memcpy(cache, d->cache.state, sizeof cache);
+        pthread_mutex_unlock(&d->cache.mutex);
         const int length = snprintf(out, bytes,
             "name=metal\nchip=%s\nfamily=apple%d\nmemory=%llu\nmax_buffer=%llu\nallocated=%llu\nthreadgroup_memory=%lu\n"
-            "shaders=%s\nmsl=%s\nmatrix=%s\npipelines=%u\nrebuilt=%u\ncache=%s\ncache_hits=%u\nresidency=%s\nslice_ms=%.0f\n"
-            "submissions=%llu\ncommand_buffers=%llu\nAGX_RELAX_CDM_CTXSTORE_TIMEOUT=%s\n",
+            "shaders=%s\nmsl=%s\nmatrix=%s\nlibrary_s=%.3f\npipelines=%u\ncompiled=%u\ncache_hits=%u\nrebuilt=%u\n"
+            "compile_s=%.3f\ncache=%s\nreplay=%s\nresidency=%s\nslice_ms=%.0f\nsubmissions=%llu\ncommand_buffers=%llu\n"
+            "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=%s\n",
             text_of([d->gpu name]), family_of(d->gpu), room, (unsigned long long)[d->gpu maxBufferLength],
             (unsigned long long)d->allocated, (unsigned long)[d->gpu maxThreadgroupMemoryLength],
-            d->from_metallib ? "metallib" : "source", d->language, d->matrix, d->pipelines, d->rebuilt, d->cache.state,
-            d->cache.hits, d->set ? "on" : "off", slice * 1e3, submitted, pieces, watchdog ? watchdog : "");
+            d->from_metallib ? "metallib" : "source", d->language, d->matrix, c.library_s, c.pipelines, c.compiled,
+            c.cache_hits, c.rebuilt, c.seconds, cache, d->fence ? "icb" : "encode", d->keep ? "on" : "off", slice * 1e3,
+            submitted, pieces, watchdog ? watchdog : "");
         if (length >= 0 && (size_t)length < bytes) return LILY_OK;
         return fail(LILY_EINVAL, "lily_info needs room for %d bytes, it got %zu", length + 1, bytes);
     }
@@ -245,12 +261,7 @@ void lily_buffer_free(lily_buffer *b) {
     if (!b) return;
     lily_device *d = b->device;
     @autoreleasepool {
-        if (d->set && !forked(d)) {
-            set_change(d, b->handle, false);
-            pthread_mutex_lock(&d->set_mutex);
-            [d->set commit]; // until then the set holds the memory
-            pthread_mutex_unlock(&d->set_mutex);
-        }
+        if (!forked(d)) set_drop(d, b->handle);
         d->allocated -= b->bytes;
         if (!forked(d)) [b->handle release];
     }
@@ -266,12 +277,6 @@ void *lily_buffer_contents(lily_buffer *b) {
 
 // ---- kernels ----------------------------------------------------------------------------------------------------------
 
-static lily_kernel *find_kernel(lily_device *d, const kernel_row *row, const int32_t *constants, uint32_t count) {
-    lily_kernel *k = d->kernels;
-    while (k && (k->row != row || (count && memcmp(k->constant, constants, count * sizeof *constants)))) k = k->next;
-    return k;
-}
-
 int lily_kernel_get(lily_device *d, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out) {
     if (!d || !name || !out || (count && !constants)) return fail(LILY_EINVAL, "lily_kernel_get: an argument is null");
     *out = NULL;
@@ -283,23 +288,20 @@ int lily_kernel_get(lily_device *d, const char *name, const int32_t *constants, 
     if (count != wanted)
         return fail(
             LILY_EINVAL, "kernel %s takes %u constants (%s), %u were given", name, wanted, row->constants, count);
-    *out = find_kernel(d, row, constants, count);
-    if (*out) return LILY_OK;
-    lily_kernel *k = calloc(1, sizeof *k);
-    if (!k) return fail(LILY_ENOMEM, "no memory left for kernel %s", name);
-    k->device = d;
-    k->row = row;
-    k->count = count;
-    if (count) memcpy(k->constant, constants, count * sizeof *constants);
-    int code;
     @autoreleasepool {
-        code = make_kernel(d, k);
-        if (code) [k->pipeline release], [k->function release];
+        return get_kernel(d, row, constants, count, out);
     }
-    if (code) return free(k), code;
-    k->next = d->kernels;
-    d->kernels = *out = k;
-    return LILY_OK;
+}
+
+int lily_kernel_fit(lily_kernel *k, uint32_t threads) {
+    if (!k) return fail(LILY_EINVAL, "lily_kernel_fit: no kernel");
+    if (forked(k->device)) return lost(k->device);
+    const uint32_t group[3] = {threads, 1, 1}, one[3] = {1, 1, 1};
+    const int code = check_sizes(k->row, one, group);
+    if (code) return code;
+    @autoreleasepool {
+        return pipeline_for(k, threads) ? LILY_OK : LILY_EFAILED;
+    }
 }
 
 // ---- lists ------------------------------------------------------------------------------------------------------------
@@ -316,6 +318,7 @@ int lily_list_new(lily_device *d, lily_list **out) {
 void lily_list_free(lily_list *list) {
     if (!list) return;
     lily_device *d = list->device;
+    replay_free(list);
     lily_buffer_free(list->constants);
     free(list->dispatch);
     free(list->buffers);
@@ -360,8 +363,10 @@ int lily_list_end(lily_list *l) {
     }
     free(l->params);
     l->params = NULL;
-    l->ended = true;
     @autoreleasepool {
+        const int code = l->device->fence ? replay_record(l) : LILY_OK;
+        if (code) return code;
+        l->ended = true;
         set_hold(l->device);
     }
     return LILY_OK;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiled pipelines kept between runs: a binary archive in a folder that only this user can read or write.
 // Nothing here is fatal: without a cache every start compiles anew, and lily_info says why.
+// Apple does not say whether one archive may be searched and extended at the same time, so the file is opened twice:
+// `found` is never changed and any thread searches it; `archive` takes what is new, under the mutex.
 #ifndef LILY_METAL_CACHE_H
 #define LILY_METAL_CACHE_H
 
@@ -16,6 +18,7 @@ enum { CACHE_DAYS = 30 }; // files of other versions that were not written for s
 static void cache_off(pipeline_cache *c, const char *format, const char *detail) {
     [c->archive release];
     c->archive = nil;
+    c->path[0] = 0;
     snprintf(c->state, sizeof c->state, format, detail);
 }
 
@@ -66,22 +69,27 @@ static void cache_open(pipeline_cache *c, id<MTLDevice> gpu, const char *option,
     const int length = snprintf(c->path, sizeof c->path, "%s/" CACHE_PREFIX "%016llx", folder, (unsigned long long)key);
     if (length >= (int)sizeof c->path) return cache_off(c, "off: %s", "the folder's path is too long");
     cache_prune(folder, c->path);
-    if (!access(c->path, R_OK)) c->archive = cache_load(gpu, c->path, &error);
-    if (!c->archive) c->archive = cache_load(gpu, NULL, &error); // a damaged file is replaced at the end
-    if (!c->archive) return cache_off(c, "off: %s", reason(error));
+    if (!access(c->path, R_OK)) c->found = cache_load(gpu, c->path, &error); // a damaged file is replaced at the end
     snprintf(c->state, sizeof c->state, "on");
 }
 
-static void cache_add(pipeline_cache *c, MTLComputePipelineDescriptor *descriptor) {
+// Keeps the pipeline of `descriptor`, which has just been made, for the next run.
+static void cache_add(pipeline_cache *c, id<MTLDevice> gpu, MTLComputePipelineDescriptor *descriptor) {
     NSError *error = nil;
-    c->misses++;
-    if (c->archive && ![c->archive addComputePipelineFunctionsWithDescriptor:descriptor error:&error])
-        cache_off(c, "off: %s", reason(error));
+    pthread_mutex_lock(&c->mutex);
+    if (c->path[0] && !c->archive) c->archive = cache_load(gpu, c->found ? c->path : NULL, &error);
+    if (c->path[0]) {
+        if ([c->archive addComputePipelineFunctionsWithDescriptor:descriptor error:&error])
+            c->added++;
+        else
+            cache_off(c, "off: %s", reason(error));
+    }
+    pthread_mutex_unlock(&c->mutex);
 }
 
 // Another process that starts meanwhile sees the old file or the new one.
 static void cache_save(pipeline_cache *c) {
-    if (!c->archive || !c->misses) return;
+    if (!c->archive || !c->added) return;
     char part[PATH_BYTES + 32];
     NSError *error = nil;
     snprintf(part, sizeof part, "%s.%ld", c->path, (long)getpid());

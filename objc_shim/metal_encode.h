@@ -82,6 +82,7 @@ static bool begin_piece(encoding *e) {
     lily_device *d = e->device;
     e->buffer = [d->queue commandBufferWithUnretainedReferences];
     e->encoder = [e->buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent];
+    if (d->fence) [e->encoder waitForFence:d->fence];
     e->pipeline = nil;
     e->seconds = 0;
     e->piece = (piece){0};
@@ -92,6 +93,7 @@ static void commit_piece(encoding *e) {
     lily_device *d = e->device;
     submission *s = e->submission;
     const piece p = e->piece;
+    if (d->fence) [e->encoder updateFence:d->fence];
     [e->encoder endEncoding];
     [e->buffer addCompletedHandler:^(id<MTLCommandBuffer> buffer) {
       finish_piece(d, s, &p, buffer);
@@ -122,19 +124,31 @@ static void count_dispatch(encoding *e, lily_list *list, const recorded *r, doub
     if (!p->list || list->work > p->most) p->list = list, p->most = list->work;
 }
 
+static void encode_replay(encoding *e, const lily_list *list, uint32_t first, uint32_t end) {
+    if (list->replay && first < end)
+        [e->encoder executeCommandsInBuffer:list->replay withRange:NSMakeRange(first, end - first)];
+}
+
+// A replayed list has its barriers inside; only the one before it is the encoder's.
 static bool encode_list(encoding *e, lily_list *list, double rate) {
+    uint32_t first = 0; // of the dispatches that are to be replayed in this piece
     for (uint32_t i = 0; i < list->count; i++) {
         const recorded *r = &list->dispatch[i];
         const bool barrier = r->barrier || i == 0;
-        if (e->encoder && barrier && e->slice > 0 && e->seconds >= e->slice) commit_piece(e);
+        if (e->encoder && barrier && e->slice > 0 && e->seconds >= e->slice) {
+            encode_replay(e, list, first, i);
+            first = i;
+            commit_piece(e);
+        }
         if (!e->encoder) {
             if (!begin_piece(e)) return false;
-        } else if (barrier) {
+        } else if (barrier && (i == 0 || !list->replay)) {
             [e->encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
         }
-        encode_dispatch(e, list, r);
+        if (!list->replay) encode_dispatch(e, list, r);
         count_dispatch(e, list, r, rate);
     }
+    encode_replay(e, list, first, list->count);
     return true;
 }
 

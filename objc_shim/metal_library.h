@@ -13,29 +13,66 @@ static int family_of(id<MTLDevice> gpu) {
     return 0;
 }
 
-static int compile(lily_device *d, NSString *source, const char *language) {
+// Where the library may come from.
+typedef struct {
+    const open_options *options;
+    NSString *source; // nil: there is none
+    bool folder;      // the metallib is a folder with one for each kind of GPU (tools/metallib.py)
+    uint64_t *key;    // of the cache of pipelines
+} library_origin;
+
+static int compile_source(lily_device *d, const library_origin *from, const char *language) {
     NSError *error = nil;
-    const NSUInteger version = language_version(language);
-    if (!version) return fail(LILY_EINVAL, "option msl is \"%s\"; allowed: auto, or 3.2 and later, as 3.2", language);
+    if (!from->source)
+        return fail(LILY_EFAILED, "%s has no library for this GPU (MSL %s%s), and no source was given",
+            from->options->metallib, language, family_of(d->gpu) < 9 ? ", float" : "");
     MTLCompileOptions *options = [[[MTLCompileOptions alloc] init] autorelease];
-    [options setLanguageVersion:(MTLLanguageVersion)version];
+    [options setLanguageVersion:(MTLLanguageVersion)language_version(language)];
     [options setMathMode:MTLMathModeRelaxed]; // keeps infinities and NaN; sums may be reordered
     [options setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
-    d->library = [d->gpu newLibraryWithSource:source options:options error:&error];
+    d->library = [d->gpu newLibraryWithSource:from->source options:options error:&error];
     if (!d->library)
         return fail(LILY_EFAILED, "Metal does not compile the shaders (MSL %s): %s", language, reason(error));
-    snprintf(d->language, sizeof d->language, "%.15s", language);
+    *from->key = hash_text(*from->key, text_of(from->source));
     return LILY_OK;
+}
+
+static int load_metallib(lily_device *d, const library_origin *from, const char *path, const struct stat *s) {
+    NSError *error = nil;
+    char version[64];
+    NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:path]];
+    d->library = [d->gpu newLibraryWithURL:url error:&error];
+    if (!d->library)
+        return fail(LILY_EFAILED, "%s cannot be loaded (%s); delete it to use the sources", path, reason(error));
+    snprintf(version, sizeof version, "%lld %lld", (long long)s->st_size, (long long)s->st_mtime);
+    *from->key = hash_text(hash_text(*from->key, path), version);
+    d->from_metallib = true;
+    return LILY_OK;
+}
+
+// The library for a version of the language: precompiled if there is one for this GPU, else from the source.
+static int make_library(lily_device *d, const library_origin *from, const char *language) {
+    char path[2 * PATH_BYTES];
+    struct stat s;
+    if (!language_version(language))
+        return fail(LILY_EINVAL, "option msl is \"%s\"; allowed: auto, or 3.2 and later, as 3.2", language);
+    snprintf(path, sizeof path, "%s/lily-%s%s.metallib", from->options->metallib, language,
+        family_of(d->gpu) < 9 ? "-f32" : "");
+    d->from_metallib = false;
+    const int code =
+        from->folder && !stat(path, &s) ? load_metallib(d, from, path, &s) : compile_source(d, from, language);
+    if (!code) snprintf(d->language, sizeof d->language, "%.15s", language);
+    return code;
 }
 
 // Compiled as Metal 4 the shaders multiply matrices with tensor operations: for GPUs that have units for them, where
 // the system's compiler can do it.  Which way was taken, and why, is in lily_info.
-static int compile_best(lily_device *d, NSString *source, const char *language) {
+static int make_best(lily_device *d, const library_origin *from, const char *language) {
     const bool automatic = !strcmp(language, "auto");
     const bool units = family_of(d->gpu) >= 10 && macos_version() >= 2601;
     snprintf(d->matrix, sizeof d->matrix, family_of(d->gpu) >= 9 ? "simdgroup bfloat" : "simdgroup float");
     if (!automatic || units) {
-        int code = compile(d, source, automatic ? "4.0" : language);
+        int code = make_library(d, from, automatic ? "4.0" : language);
         if (!code && language_version(d->language) >= language_version("4.0")) {
             code = automatic ? probe(d, "gemm", (const int32_t[]){4, 64}) : LILY_OK;
             if (!code) snprintf(d->matrix, sizeof d->matrix, "tensor");
@@ -47,43 +84,44 @@ static int compile_best(lily_device *d, NSString *source, const char *language) 
         snprintf(d->matrix + used, sizeof d->matrix - used, ", no tensor operations: %.150s", error_text);
         d->matrix[strcspn(d->matrix, "\n")] = 0;
     }
-    return compile(d, source, "3.2");
+    return make_library(d, from, "3.2");
 }
 
-static int open_source(lily_device *d, const open_options *o, uint64_t *key) {
-    char *text = read_file(o->source);
-    if (!text) return fail(LILY_EINVAL, "the shader source %s cannot be read: %s", o->source, strerror(errno));
+static int read_source(lily_device *d, library_origin *from) {
+    const char *path = from->options->source;
+    if (!path[0]) return LILY_OK;
+    char *text = read_file(path);
+    if (!text) return fail(LILY_EINVAL, "the shader source %s cannot be read: %s", path, strerror(errno));
     // Older GPUs have no bfloat arithmetic; see shaders/matrix.h.
     NSString *prefix = family_of(d->gpu) < 9 ? @"#define LILY_MATRIX_F32 1\n" : @"";
     NSString *body = [NSString stringWithUTF8String:text];
-    const int code = body ? compile_best(d, [prefix stringByAppendingString:body], o -> msl)
-                          : fail(LILY_EINVAL, "%s is no UTF-8 text", o->source);
-    *key = hash_text(hash_text(hash_text(*key, text), text_of(prefix)), d->language);
     free(text);
-    return code;
-}
-
-static int open_metallib(lily_device *d, const open_options *o, uint64_t *key) {
-    NSError *error = nil;
-    char version[64];
-    struct stat s;
-    NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:o->metallib]];
-    d->library = [d->gpu newLibraryWithURL:url error:&error];
-    if (!d->library)
-        return fail(LILY_EFAILED, "%s cannot be loaded (%s); delete it to use the sources", o->metallib, reason(error));
-    if (stat(o->metallib, &s)) memset(&s, 0, sizeof s);
-    snprintf(version, sizeof version, "%lld %lld", (long long)s.st_size, (long long)s.st_mtime);
-    snprintf(d->language, sizeof d->language, "compiled");
-    snprintf(d->matrix, sizeof d->matrix, "as compiled");
-    *key = hash_text(hash_text(*key, o->metallib), version);
+    if (!body) return fail(LILY_EINVAL, "%s is no UTF-8 text", path);
+    from->source = [prefix stringByAppendingString:body];
     return LILY_OK;
 }
 
 // The key names everything that pipelines depend on but the system's compiler: Metal itself refuses what does not fit.
 static int open_library(lily_device *d, const open_options *o) {
     uint64_t key = hash_text(0xcbf29ce484222325u, text_of([d->gpu name]));
-    d->from_metallib = o->metallib[0] != 0;
-    const int code = d->from_metallib ? open_metallib(d, o, &key) : open_source(d, o, &key);
+    library_origin from = {.options = o, .key = &key};
+    struct stat s;
+    const uint64_t began = nanoseconds();
+    int code = LILY_OK;
+    if (d->fence) key = hash_text(key, "icb");
+    if (o->metallib[0] && stat(o->metallib, &s))
+        return fail(LILY_EINVAL, "the shader library %s cannot be read: %s", o->metallib, strerror(errno));
+    if (o->metallib[0] && !S_ISDIR(s.st_mode)) {
+        code = load_metallib(d, &from, o->metallib, &s);
+        snprintf(d->language, sizeof d->language, "compiled");
+        snprintf(d->matrix, sizeof d->matrix, "as compiled");
+    } else {
+        from.folder = o->metallib[0] != 0;
+        code = read_source(d, &from);
+        if (!code) code = make_best(d, &from, o->msl);
+        key = hash_text(key, d->language);
+    }
+    d->compiled.library_s = (double)(nanoseconds() - began) * 1e-9;
     if (!code) cache_open(&d->cache, d->gpu, o->cache, key);
     return code;
 }

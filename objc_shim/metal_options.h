@@ -15,6 +15,7 @@ int sysctlbyname(const char *name, void *out, size_t *out_bytes, void *in, size_
 
 typedef struct {
     char source[PATH_BYTES], metallib[PATH_BYTES], cache[PATH_BYTES], capture[PATH_BYTES], msl[PATH_BYTES];
+    char replay[PATH_BYTES];
     uint32_t slice_ms, keep_s, capture_ticket;
 } open_options;
 
@@ -65,6 +66,7 @@ static int parse_options(open_options *o, const char *text) {
         {"cache", o->cache, NULL, 0},
         {"slice_ms", NULL, &o->slice_ms, 600000},
         {"keep_s", NULL, &o->keep_s, 86400},
+        {"replay", o->replay, NULL, 0},
         {"capture", o->capture, NULL, 0},
         {"capture_ticket", NULL, &o->capture_ticket, UINT32_MAX},
         {NULL, NULL, NULL, 0},

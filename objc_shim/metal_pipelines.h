@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a row of the kernel table to a compiled pipeline: function constants, binary archive, limits.
+// From a row of the kernel table to a compiled pipeline: function constants, binary archive, limits; one thread at a
+// time for a kernel, any number for different ones.
 #ifndef LILY_METAL_PIPELINES_H
 #define LILY_METAL_PIPELINES_H
 
@@ -40,30 +41,41 @@ static id<MTLFunction> specialise(lily_device *d, const kernel_row *row, const i
     return [d->library newFunctionWithName:[NSString stringWithUTF8String:row->name] constantValues:values error:error];
 }
 
+static void count_made(lily_device *d, uint32_t threads, bool hit) {
+    pthread_mutex_lock(&d->kernel_mutex);
+    d->compiled.pipelines++;
+    d->compiled.cache_hits += hit;
+    d->compiled.compiled += !hit;
+    d->compiled.rebuilt += threads != 0;
+    pthread_mutex_unlock(&d->kernel_mutex);
+}
+
 // `threads`: what a threadgroup must be allowed to have, at the price of registers; 0: as the compiler likes.
 static id<MTLComputePipelineState> build(
     lily_device *d, const kernel_row *row, id<MTLFunction> function, uint32_t threads, NSError **error) {
     MTLComputePipelineDescriptor *descriptor = [[[MTLComputePipelineDescriptor alloc] init] autorelease];
+    id<MTLComputePipelineState> made = nil;
     [descriptor setLabel:[NSString stringWithUTF8String:row->name]];
     [descriptor setComputeFunction:function];
     [descriptor setThreadGroupSizeIsMultipleOfThreadExecutionWidth:YES];
+    if (d->fence) [descriptor setSupportIndirectCommandBuffers:YES];
     if (threads) [descriptor setMaxTotalThreadsPerThreadgroup:threads];
-    d->pipelines++;
-    if (d->cache.archive) {
-        [descriptor setBinaryArchives:[NSArray arrayWithObject:d->cache.archive]];
-        id<MTLComputePipelineState> found =
-            [d->gpu newComputePipelineStateWithDescriptor:descriptor
-                                                  options:MTLPipelineOptionFailOnBinaryArchiveMiss
-                                               reflection:NULL
-                                                    error:NULL];
-        if (found) return d->cache.hits++, found;
+    if (d->cache.found) {
+        [descriptor setBinaryArchives:[NSArray arrayWithObject:d->cache.found]];
+        made = [d->gpu newComputePipelineStateWithDescriptor:descriptor
+                                                     options:MTLPipelineOptionFailOnBinaryArchiveMiss
+                                                  reflection:NULL
+                                                       error:NULL];
     }
-    // Into the archive first: then the pipeline comes from there and is compiled only once.
-    cache_add(&d->cache, descriptor);
-    return [d->gpu newComputePipelineStateWithDescriptor:descriptor
-                                                 options:MTLPipelineOptionNone
-                                              reflection:NULL
-                                                   error:error];
+    const bool hit = made != nil;
+    if (!hit)
+        made = [d->gpu newComputePipelineStateWithDescriptor:descriptor
+                                                     options:MTLPipelineOptionNone
+                                                  reflection:NULL
+                                                       error:error];
+    if (made) count_made(d, threads, hit);
+    if (made && !hit) cache_add(&d->cache, d->gpu, descriptor);
+    return made;
 }
 
 static int check_pipeline(lily_device *d, const kernel_row *row, id<MTLComputePipelineState> pipeline) {
@@ -100,21 +112,100 @@ static int probe(lily_device *d, const char *name, const int32_t *constants) {
     const int code = make_kernel(d, &k);
     [k.pipeline release];
     [k.function release];
-    d->pipelines = 0;
-    d->cache.misses = 0;
+    d->compiled = (compile_counts){.library_s = d->compiled.library_s};
     return code;
 }
 
-// The kernel's pipeline for threadgroups of `threads`; nil with the error text if there is none.
-static id<MTLComputePipelineState> pipeline_for(lily_kernel *k, uint32_t threads) {
-    NSError *error = nil;
-    if (threads <= [k->pipeline maxTotalThreadsPerThreadgroup]) return k->pipeline;
-    if (k->wide && threads <= [k->wide maxTotalThreadsPerThreadgroup]) return k->wide;
-    if (!k->wide) {
-        k->wide = build(k->device, k->row, k->function, threads, &error);
-        k->device->rebuilt += k->wide != nil;
-        if (threads <= [k->wide maxTotalThreadsPerThreadgroup]) return k->wide;
+// ---- one thread at a time ---------------------------------------------------------------------------------------------
+
+// Both with `kernel_mutex` held; in between, the kernel is this thread's, without the mutex.
+static void claim(lily_kernel *k) {
+    lily_device *d = k->device;
+    k->busy = true;
+    if (!d->compiled.active++) d->compiled.since = nanoseconds();
+    pthread_mutex_unlock(&d->kernel_mutex);
+}
+
+static void yield_kernel(lily_kernel *k) {
+    lily_device *d = k->device;
+    pthread_mutex_lock(&d->kernel_mutex);
+    k->busy = false;
+    if (!--d->compiled.active) d->compiled.seconds += (double)(nanoseconds() - d->compiled.since) * 1e-9;
+    pthread_cond_broadcast(&d->kernel_made);
+}
+
+static lily_kernel *find_kernel(lily_device *d, const kernel_row *row, const int32_t *constants, uint32_t count) {
+    lily_kernel *k = d->kernels;
+    while (k && (k->row != row || (count && memcmp(k->constant, constants, count * sizeof *constants)))) k = k->next;
+    return k;
+}
+
+static lily_kernel *add_kernel(lily_device *d, const kernel_row *row, const int32_t *constants, uint32_t count) {
+    lily_kernel *k = calloc(1, sizeof *k);
+    if (!k) return NULL;
+    *k = (lily_kernel){.device = d, .row = row, .count = count, .next = d->kernels};
+    if (count) memcpy(k->constant, constants, count * sizeof *constants);
+    return d->kernels = k;
+}
+
+static void release_kernel(lily_kernel *k) {
+    for (uint32_t i = 0; i < k->wides; i++) [k->wide[i] release];
+    [k->pipeline release];
+    [k->function release];
+    free(k);
+}
+
+static void drop_kernel(lily_device *d, lily_kernel *k) {
+    lily_kernel **link = &d->kernels;
+    while (*link != k) link = &(*link)->next;
+    *link = k->next;
+    release_kernel(k);
+}
+
+// The kernel, compiled.  Who comes while another thread compiles it waits; after a failure he tries himself.
+static int get_kernel(
+    lily_device *d, const kernel_row *row, const int32_t *constants, uint32_t count, lily_kernel **out) {
+    lily_kernel *k;
+    int code = LILY_OK;
+    pthread_mutex_lock(&d->kernel_mutex);
+    while ((k = find_kernel(d, row, constants, count)) && k->busy) pthread_cond_wait(&d->kernel_made, &d->kernel_mutex);
+    if (!k && !(k = add_kernel(d, row, constants, count))) {
+        code = fail(LILY_ENOMEM, "no memory left for kernel %s", row->name);
+    } else if (!k->pipeline) {
+        claim(k);
+        code = make_kernel(d, k);
+        yield_kernel(k);
+        if (code) drop_kernel(d, k);
     }
+    pthread_mutex_unlock(&d->kernel_mutex);
+    if (!code) *out = k;
+    return code;
+}
+
+static id<MTLComputePipelineState> fitting(const lily_kernel *k, uint32_t threads) {
+    if (threads <= [k->pipeline maxTotalThreadsPerThreadgroup]) return k->pipeline;
+    for (uint32_t i = 0; i < k->wides; i++) {
+        if (threads <= [k->wide[i] maxTotalThreadsPerThreadgroup]) return k->wide[i];
+    }
+    return nil;
+}
+
+// The kernel's pipeline for threadgroups of `threads`, compiled if need be; nil with the error text if there is none.
+// A pipeline that was given out stays: lists use it.
+static id<MTLComputePipelineState> pipeline_for(lily_kernel *k, uint32_t threads) {
+    lily_device *d = k->device;
+    NSError *error = nil;
+    pthread_mutex_lock(&d->kernel_mutex);
+    while (k->busy) pthread_cond_wait(&d->kernel_made, &d->kernel_mutex);
+    if (!fitting(k, threads) && k->wides < MAX_WIDE) {
+        claim(k);
+        id<MTLComputePipelineState> made = build(d, k->row, k->function, threads, &error);
+        yield_kernel(k);
+        if (made) k->wide[k->wides++] = made;
+    }
+    id<MTLComputePipelineState> found = fitting(k, threads);
+    pthread_mutex_unlock(&d->kernel_mutex);
+    if (found) return found;
     fail(LILY_EFAILED, "kernel %s cannot have %u threads in a threadgroup on this GPU, at most %lu%s%s", k->row->name,
         threads, (unsigned long)[k->pipeline maxTotalThreadsPerThreadgroup], error ? ": " : "",
         error ? reason(error) : "");

@@ -17,14 +17,23 @@ static void set_change(lily_device *d, id<MTLAllocation> allocation, bool add) {
     pthread_mutex_unlock(&d->set_mutex);
 }
 
+// At once: until it is committed the set holds the memory.
+static void set_drop(lily_device *d, id<MTLAllocation> allocation) {
+    if (!d->set) return;
+    set_change(d, allocation, false);
+    pthread_mutex_lock(&d->set_mutex);
+    [d->set commit];
+    pthread_mutex_unlock(&d->set_mutex);
+}
+
 // Before work: what was added is part of the set, and the set is asked for.
 static void set_hold(lily_device *d) {
     if (!d->set) return;
     pthread_mutex_lock(&d->set_mutex);
     if (d->set_changed) [d->set commit];
-    if (d->set_changed || !d->set_held) [d->set requestResidency];
+    if (d->keep && (d->set_changed || !d->set_held)) [d->set requestResidency];
     d->set_changed = false;
-    d->set_held = true;
+    d->set_held = d->keep != 0;
     d->last_use = nanoseconds();
     pthread_mutex_unlock(&d->set_mutex);
 }
@@ -60,14 +69,16 @@ static void *heartbeat(void *argument) {
     return NULL;
 }
 
+// Replayed lists need the set even if memory is not to be asked for ahead: nothing else tells Metal what they use.
 static int set_open(lily_device *d, uint32_t keep_s) {
     NSError *error = nil;
-    if (!keep_s) return LILY_OK;
+    if (!keep_s && !d->fence) return LILY_OK;
     MTLResidencySetDescriptor *descriptor = [[[MTLResidencySetDescriptor alloc] init] autorelease];
     [descriptor setLabel:@"lily"];
     d->set = [d->gpu newResidencySetWithDescriptor:descriptor error:&error];
     if (!d->set) return fail(LILY_EFAILED, "Metal gave no residency set: %s", reason(error));
     [d->queue addResidencySet:d->set];
+    if (!keep_s) return LILY_OK;
     d->keep = (uint64_t)keep_s * 1000000000u;
     sigset_t all, before; // signals are for the host's threads
     sigfillset(&all);

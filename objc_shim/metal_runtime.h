@@ -25,6 +25,7 @@ enum {
     TIMED_TICKETS = 64,    // submissions that are remembered, unfinished ones included
     MAX_IN_FLIGHT = 32,    // unfinished submissions
     MAX_LISTS = 64,        // of one submission
+    MAX_WIDE = 4,          // further pipelines of a kernel, for larger threadgroups
     MAX_PIECES = 48,       // command buffers of one submission, about
     QUEUE_CAPACITY = 256,  // unfinished command buffers; one more makes the host wait
     PATH_BYTES = 1024,
@@ -52,7 +53,9 @@ struct lily_kernel {
     uint32_t count;
     id<MTLFunction> function;
     id<MTLComputePipelineState> pipeline;
-    id<MTLComputePipelineState> wide; // compiled again for more threads than `pipeline` allows, or nil
+    id<MTLComputePipelineState> wide[MAX_WIDE]; // compiled again for more threads than `pipeline` allows
+    uint32_t wides;
+    bool busy; // a thread compiles it without holding `kernel_mutex`
     lily_kernel *next;
 };
 
@@ -73,6 +76,7 @@ struct lily_list {
     NSUInteger *offsets;
     uint8_t *params; // until lily_list_end
     lily_buffer *constants;
+    id<MTLIndirectCommandBuffer> replay; // the whole list, encoded once; nil: encoded at every submission
     uint32_t count, capacity, bindings, binding_capacity, param_bytes, param_capacity;
     double work, rate; // threads in all; seconds per thread, measured or guessed
     bool ended;
@@ -96,30 +100,45 @@ typedef struct {
 } submission;
 
 typedef struct {
-    id<MTLBinaryArchive> archive; // nil: no cache
+    id<MTLBinaryArchive> found;   // of earlier runs: only read, by any thread; nil: there is none
+    id<MTLBinaryArchive> archive; // the same and what is new, for the next run; nil: no cache
+    pthread_mutex_t mutex;        // of `archive` and all below
     char path[PATH_BYTES];
     char state[256]; // for lily_info: on, or why not
-    uint32_t hits, misses;
+    uint32_t added;
 } pipeline_cache;
+
+// How pipelines were made, for lily_info.
+typedef struct {
+    uint32_t pipelines, compiled, cache_hits, rebuilt;
+    uint32_t active;           // threads that make one now
+    uint64_t since;            // when the first of these began
+    double seconds, library_s; // in which at least one thread made pipelines; that the library took
+} compile_counts;
 
 struct lily_device {
     id<MTLDevice> gpu;
     id<MTLCommandQueue> queue;
     id<MTLLibrary> library;
-    lily_kernel *kernels;
+    id<MTLFence> fence; // orders encoders when lists are replayed, as nothing tracks what those use; else nil
     uint64_t allocated;
     uint32_t users; // buffers and lists that exist, and the open device itself
-    uint32_t pipelines, rebuilt;
     pipeline_cache cache;
     bool from_metallib;
     char language[16], matrix[256]; // how the shaders were compiled, how they multiply matrices
     long process;
 
+    // Kernels, which several threads may ask for at once.
+    pthread_mutex_t kernel_mutex;
+    pthread_cond_t kernel_made;
+    lily_kernel *kernels;
+    compile_counts compiled;
+
     // What keeps buffers in GPU memory, used by the host's thread and the heartbeat.
     pthread_mutex_t set_mutex;
     id<MTLResidencySet> set; // nil: switched off
     bool set_changed, set_held;
-    uint64_t last_use, keep; // nanoseconds
+    uint64_t last_use, keep; // nanoseconds; keep 0: memory is not asked for ahead
     pthread_t heart;
     bool has_heart;
 

@@ -44,7 +44,7 @@ MISTAKES = {
         "metal_encode.h", "setBuffers:list->buffers + r->first", "setBuffers:list->offsets + r->first", "incompatible"),
     "a missing argument": (
         "metal_pipelines.h", "type:MTLDataTypeInt atIndex:", "atIndex:", "'-setConstantValue:atIndex:' not found"),
-    "a number for an object": ("metal_library.h", "newLibraryWithURL:url", "newLibraryWithURL:o->msl", "incompatible"),
+    "a number for an object": ("metal_library.h", "newLibraryWithURL:url", "newLibraryWithURL:path", "incompatible"),
     "an enum of another kind": (
         "metal_library.h", "setMathMode:MTLMathModeRelaxed", "setMathMode:MTLMathFloatingPointFunctionsPrecise",
         "different enumeration type"),

@@ -10,6 +10,8 @@ Not handled: several such engines at once with different settings; speed (half a
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +19,12 @@ from unittest import mock
 
 from metal.standin import Standin, emulate, standin
 
-from lily import engine
-from lily.device import Device
-from lily.msl.flatten import flatten
+from lily import device as device_module
 
 
 @contextmanager
 def emulated_metal(folder: Path, checked: bool = False, **options: object) -> Iterator[Standin]:
-    """Opens "metal" as the shim on the stand-in; ``options`` go to lily_open. ``folder`` keeps the shader source.
+    """Makes "metal" the shim on the stand-in; ``options`` go to lily_open.
 
     On leaving, no rule of Metal may have been broken and no object may exist. With ``checked``, kernels are the checked
     build: races between dispatches, accesses out of bounds … fail the command buffer.
@@ -33,15 +33,13 @@ def emulated_metal(folder: Path, checked: bool = False, **options: object) -> It
     s.reset()
     emulate(s, checked)
     before = s.live
-    source = folder / "shaders.metal"
-    source.write_text(flatten())
     # No slices: on the emulator everything takes long.
-    given: dict[str, object] = {"source": source, "cache": "off", "keep_s": 0, "slice_ms": 0, **options}
-
-    def open_device(name: str, **more: object) -> Device:
-        return Device(name, library=s.path, **given) if name == "metal" else Device(name, **more)
-
-    with mock.patch.object(engine, "Device", open_device):
+    given: dict[str, object] = {"cache": "off", "keep_s": 0, "slice_ms": 0, **options}
+    words = shlex.join(f"{key}={value}" for key, value in given.items())
+    with (
+        mock.patch.dict(device_module._LIBRARIES, metal=s.path),
+        mock.patch.dict(os.environ, LILY_METAL=words),
+    ):
         yield s
     found, left = s.complaints, s.live
     s.reset()

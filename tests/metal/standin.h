@@ -46,6 +46,8 @@ typedef void *MslEntry;
     X(fail_compile, 0)           /* the source does not compile: 1, or 4: only as Metal 4 */ \
     X(fail_metallib, 0)          /* the metallib does not load */ \
     X(fail_pipeline, 0)          /* the n-th pipeline from now is not made */ \
+    X(fail_indirect, 0)          /* 1: no pipeline for indirect command buffers, 2: none of these, 3: no fence */ \
+    X(compile_us, 0)             /* that a pipeline takes unless it is in an archive */ \
     X(fail_buffer, 0)            /* no buffer from the n-th on */ \
     X(fail_set, 0)               /* no residency set */ \
     X(fail_archive, 0)           /* no binary archive: 1 from a file, 2 at all, 3 takes no functions, 4 not written */ \
@@ -55,6 +57,8 @@ typedef void *MslEntry;
     X(fail_code, 1) \
     X(delay_us, 0)  /* before a command buffer runs */ \
     X(untracked, 0) /* hazard tracking is off, whatever the buffer says */ \
+    X(unfenced, 0)  /* fences order nothing */ \
+    X(homeless, 0)  /* residency sets hold nothing */ \
     X(order, 0)     /* of dispatches between barriers and of unordered command buffers: MSL_FORWARD … */ \
     X(seed, 1) \
     X(checked, 0) /* the kernels are the checked build */ \
@@ -76,6 +80,7 @@ typedef struct {
     MslEntry entry;
     uint32_t max_threads, writable; // bit i: the kernel may write to buffer i
     uint32_t arguments;             // bit i: the kernel has buffer i
+    uint32_t language;              // of the library, as MTLLanguageVersion counts; set before `compile`
 } standin_kernel;
 
 typedef struct {
@@ -97,13 +102,18 @@ __attribute__((format(printf, 1, 2))) void complain(const char *format, ...); //
 __attribute__((format(printf, 1, 2))) void note(const char *format, ...);     // for the journal
 void born(const char *what), died(const char *what);
 double seconds_now(void);
+typedef struct kept_thread kept_thread;
+kept_thread *thread_start(void *(*run)(void *), void *argument);
+void thread_end(kept_thread *thread); // waits until `run` has returned
 NSError *error_of(NSInteger code, const char *text);
+id failed(NSError **error, NSInteger code, const char *text); // nil, with the error
 
 @interface StandinBuffer : NSObject <MTLBuffer> {
   @public
     uint8_t *pointer, *gpu; // the host's view and that of kernels
     NSUInteger length;
     bool tracked;
+    uint32_t homes; // residency sets of the queue that hold it
     void (^deallocator)(void *, NSUInteger);
 }
 @end
@@ -120,7 +130,31 @@ bool is_live(StandinBuffer *buffer);
   @public
     StandinFunction *function;
     NSUInteger threads;
-    bool whole; // groups are multiples of the SIMD width
+    bool whole;    // groups are multiples of the SIMD width
+    bool indirect; // may be used in indirect command buffers
+}
+@end
+
+enum { SLOTS = MSL_BUFFERS };
+
+// What an encoder was told: a dispatch, or with a nil pipeline a barrier.
+typedef struct {
+    StandinPipeline *pipeline;
+    StandinBuffer *buffer[SLOTS];
+    NSUInteger offset[SLOTS];
+    MTLSize grid, threads;
+    uint32_t execution; // 0, or which executeCommandsInBuffer: of the command buffer it came from
+} record;
+
+// Complaints about a dispatch before it is run.
+void check_record(const record *r);
+
+@interface StandinIndirect : NSObject <MTLIndirectCommandBuffer> {
+  @public
+    record *commands;
+    bool *barriers, *encoded;
+    NSUInteger size, bindings;
+    bool ended; // in use by the GPU: nothing may be changed any more
 }
 @end
 
@@ -130,12 +164,26 @@ bool is_live(StandinBuffer *buffer);
     NSUInteger capacity, open;
     pthread_mutex_t mutex;
     pthread_cond_t changed;
-    pthread_t thread;
+    kept_thread *thread;
     bool closing;
     uint32_t made, encoders, sets;
 }
 @end
 
+// Objects of the generated classes are of a subclass with memory for what is set.
+#define STANDS_FOR(Class, Sub) \
+    @implementation Class \
+    +(id)alloc { \
+        return self == [Class class] ? [Sub alloc] : [super alloc]; \
+    } \
+    -(id)copyWithZone : (NSZone *)zone { \
+        return [self retain]; \
+    } \
+    @end
+
 StandinQueue *standin_queue(NSUInteger capacity);
+id<MTLFence> standin_fence(void);
+id<MTLIndirectCommandBuffer> standin_indirect(
+    MTLIndirectCommandBufferDescriptor *descriptor, NSUInteger count, MTLResourceOptions options);
 
 #endif

@@ -23,7 +23,7 @@ class Kernel(ctypes.Structure):
 
     _fields_ = (
         ("entry", ctypes.c_void_p), ("max_threads", ctypes.c_uint32), ("writable", ctypes.c_uint32),
-        ("arguments", ctypes.c_uint32),
+        ("arguments", ctypes.c_uint32), ("language", ctypes.c_uint32),
     )  # fmt: skip
 
 
@@ -42,8 +42,14 @@ class _Backend(ctypes.Structure):
     )
 
 
+class Source(str):
+    """Text of a library, and the version of the language in which it is compiled: 320, 400 …; 0 if it is not known."""
+
+    metal: int = 0
+
+
 # source, kernel, {index: value} → Kernel; raises AssertionError with the compiler's words.
-Compiler = Callable[[str, str, dict[int, int]], Kernel]
+Compiler = Callable[[Source, str, dict[int, int]], Kernel]
 
 
 class Standin:
@@ -95,10 +101,12 @@ class Standin:
             source: bytes, name: bytes, count: int, index: Any, value: Any, out: Any, error: int, room: int
         ) -> int:
             try:
-                out[0] = compile(source.decode(), name.decode(), {index[i]: value[i] for i in range(count)})
+                text = Source(source.decode())
+                text.metal = 100 * (out[0].language >> 16) + 10 * (out[0].language & 0xFFFF)
+                out[0] = compile(text, name.decode(), {index[i]: value[i] for i in range(count)})
             except Exception as problem:
-                text = str(problem).encode()[: room - 1] + b"\0"
-                ctypes.memmove(error, text, len(text))
+                words = str(problem).encode()[: room - 1] + b"\0"
+                ctypes.memmove(error, words, len(words))
                 return 1
             return 0
 
@@ -128,10 +136,12 @@ def emulate(s: Standin, checked: bool = False) -> None:
     names = {i: constant_name(n) for n, i in constant_index().items()}
     assert s.lib.standin_launch_bytes() == ctypes.sizeof(msl_harness.Launch)
 
-    def compile(source: str, name: str, constants: dict[int, int]) -> Kernel:
+    def compile(source: Source, name: str, constants: dict[int, int]) -> Kernel:
         values = {names[i]: v for i, v in constants.items()}
-        own = None if source == msl_build.shader_source() else source
-        library = msl_build.kernel_library(name, values, checked=checked, source=own)
+        act = next((a for a in ("bf16", "f32") if source == msl_build.shader_source(a)), "bf16")
+        own = None if source == msl_build.shader_source(act) else source
+        metal = source.metal or 320
+        library = msl_build.kernel_library(name, values, act=act, metal=metal, checked=checked, source=own, alone=True)
         buffers = [(index, readonly) for kind, index, readonly, _ in library.arguments if kind == BUFFER]
         writable = sum(1 << index for index, readonly in buffers if not readonly)
         return Kernel(library.entry, library.max_threads, writable, sum(1 << index for index, _ in buffers))

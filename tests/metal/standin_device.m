@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stand-in's device and everything that it makes: buffers, libraries, pipelines, archives, residency sets, captures.
+// The stand-in's device and everything that it makes: buffers, libraries, pipelines, archives, residency sets.
 // Only what the shim uses exists; any other message ends the process with its name.
 #define _GNU_SOURCE
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "standin.h"
-
-static id failed(NSError **error, NSInteger code, const char *text) {
-    if (error) *error = error_of(code, text);
-    return nil;
-}
 
 static pthread_mutex_t buffers_mutex = PTHREAD_MUTEX_INITIALIZER;
 static StandinBuffer *buffers[4096]; // that exist
@@ -69,17 +64,6 @@ static uint8_t *map_twice(uint8_t *pointer, size_t bytes) {
 
 // ---- descriptors ------------------------------------------------------------------------------------------------------
 
-// Objects of the generated classes are of a subclass with memory for what is set.
-#define STANDS_FOR(Class, Sub) \
-    @implementation Class \
-    +(id)alloc { \
-        return self == [Class class] ? [Sub alloc] : [super alloc]; \
-    } \
-    -(id)copyWithZone : (NSZone *)zone { \
-        return [self retain]; \
-    } \
-    @end
-
 @interface StandinCompileOptions : MTLCompileOptions {
   @public
     MTLLanguageVersion version;
@@ -99,7 +83,7 @@ static uint8_t *map_twice(uint8_t *pointer, size_t bytes) {
     id<MTLFunction> function;
     NSArray *archives;
     NSUInteger threads;
-    BOOL whole;
+    BOOL whole, indirect;
 }
 @end
 @interface StandinArchiveDescriptor : MTLBinaryArchiveDescriptor {
@@ -109,19 +93,11 @@ static uint8_t *map_twice(uint8_t *pointer, size_t bytes) {
 @end
 @interface StandinSetDescriptor : MTLResidencySetDescriptor
 @end
-@interface StandinCaptureDescriptor : MTLCaptureDescriptor {
-  @public
-    NSURL *url;
-    MTLCaptureDestination destination;
-    NSObject *object;
-}
-@end
 STANDS_FOR(MTLCompileOptions, StandinCompileOptions)
 STANDS_FOR(MTLFunctionConstantValues, StandinConstants)
 STANDS_FOR(MTLComputePipelineDescriptor, StandinPipelineDescriptor)
 STANDS_FOR(MTLBinaryArchiveDescriptor, StandinArchiveDescriptor)
 STANDS_FOR(MTLResidencySetDescriptor, StandinSetDescriptor)
-STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
 
 @implementation StandinCompileOptions
 - (void)setLanguageVersion:(MTLLanguageVersion)v {
@@ -158,6 +134,9 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
 - (void)setThreadGroupSizeIsMultipleOfThreadExecutionWidth:(BOOL)yes {
     whole = yes;
 }
+- (void)setSupportIndirectCommandBuffers:(BOOL)yes {
+    indirect = yes;
+}
 - (void)dealloc {
     [label release];
     [function release];
@@ -179,56 +158,6 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     (void)text;
 }
 @end
-@implementation StandinCaptureDescriptor
-- (void)setOutputURL:(NSURL *)u {
-    url = [u retain];
-}
-- (void)setDestination:(MTLCaptureDestination)d {
-    destination = d;
-}
-- (void)setCaptureObject:(NSObject *)o {
-    object = [o retain];
-}
-- (void)dealloc {
-    [url release];
-    [object release];
-    [super dealloc];
-}
-@end
-
-@interface StandinCaptures : MTLCaptureManager {
-  @public
-    NSString *path;
-}
-@end
-@implementation MTLCaptureManager
-+ (MTLCaptureManager *)sharedCaptureManager {
-    static StandinCaptures *only;
-    if (!only) only = [[StandinCaptures alloc] init];
-    return only;
-}
-@end
-@implementation StandinCaptures
-- (BOOL)supportsDestination:(MTLCaptureDestination)d {
-    return d == MTLCaptureDestinationGPUTraceDocument && config.fail_capture != 1 && getenv("METAL_CAPTURE_ENABLED");
-}
-- (BOOL)startCaptureWithDescriptor:(MTLCaptureDescriptor *)d error:(NSError **)error {
-    StandinCaptureDescriptor *descriptor = (StandinCaptureDescriptor *)d;
-    if (config.fail_capture == 2) return failed(error, 1, "made to fail"), NO;
-    if (![descriptor->object isKindOfClass:[StandinQueue class]]) complain("capture of something else than a queue");
-    path = [[descriptor->url path] copy];
-    note("capture starts");
-    return YES;
-}
-- (void)stopCapture {
-    if (!path) complain("stopCapture without a capture");
-    fclose(fopen([path UTF8String], "w"));
-    [path release];
-    path = nil;
-    note("capture ends");
-}
-@end
-
 // ---- libraries and pipelines ------------------------------------------------------------------------------------------
 
 @implementation StandinFunction
@@ -263,6 +192,7 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
 @interface StandinLibrary : NSObject <MTLLibrary> {
   @public
     NSString *source;
+    MTLLanguageVersion version;
 }
 @end
 @implementation StandinLibrary
@@ -270,7 +200,7 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
                         constantValues:(MTLFunctionConstantValues *)values
                                  error:(NSError **)error {
     StandinConstants *c = (StandinConstants *)values;
-    standin_kernel kernel = {.max_threads = 0};
+    standin_kernel kernel = {.language = (uint32_t)version};
     char text[1024] = "";
     if (backend.compile &&
         backend.compile(
@@ -296,14 +226,21 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
 @interface StandinArchive : NSObject <MTLBinaryArchive> {
   @public
     NSMutableSet *keys;
+    bool searched;
 }
 @end
+static NSString *archive_key(StandinPipelineDescriptor *d) {
+    return [NSString
+        stringWithFormat:@"%@ %lu %d", ((StandinFunction *)d->function)->key, (unsigned long)d->threads, d->indirect];
+}
 @implementation StandinArchive
 - (BOOL)addComputePipelineFunctionsWithDescriptor:(MTLComputePipelineDescriptor *)d error:(NSError **)error {
     if (config.fail_archive == 3) return failed(error, 1, "made to fail"), NO;
     StandinPipelineDescriptor *descriptor = (StandinPipelineDescriptor *)d;
-    [keys addObject:[NSString stringWithFormat:@"%@ %lu", ((StandinFunction *)descriptor->function)->key,
-                              (unsigned long)descriptor->threads]];
+    @synchronized(self) {
+        if (searched) complain("an archive that is searched was extended");
+        [keys addObject:archive_key(descriptor)];
+    }
     return YES;
 }
 - (BOOL)serializeToURL:(NSURL *)url error:(NSError **)error {
@@ -332,6 +269,10 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     born("residency set");
     return self;
 }
+- (void)home:(id)allocation change:(int)by {
+    if ([allocation isKindOfClass:[StandinBuffer class]] && !config.homeless)
+        ((StandinBuffer *)allocation)->homes += (uint32_t)by;
+}
 - (void)addAllocation:(id<MTLAllocation>)a {
     [pending addObject:a];
 }
@@ -340,7 +281,9 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     [pending removeObject:a];
 }
 - (void)commit {
+    for (StandinBuffer *b in committed) [self home:b change:-1];
     [committed setArray:pending];
+    for (StandinBuffer *b in committed) [self home:b change:1];
     note("residency commit %lu", (unsigned long)[committed count]);
 }
 - (void)requestResidency {
@@ -353,6 +296,7 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     note("residency end");
 }
 - (void)dealloc {
+    for (StandinBuffer *b in committed) [self home:b change:-1];
     [committed release];
     [pending release];
     died("residency set");
@@ -404,6 +348,14 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     keep_buffer(b, true);
     return b;
 }
+- (id<MTLFence>)newFence {
+    return config.fail_indirect == 3 ? nil : standin_fence();
+}
+- (id<MTLIndirectCommandBuffer>)newIndirectCommandBufferWithDescriptor:(MTLIndirectCommandBufferDescriptor *)descriptor
+                                                       maxCommandCount:(NSUInteger)count
+                                                               options:(MTLResourceOptions)options {
+    return config.fail_indirect == 2 ? nil : standin_indirect(descriptor, count, options);
+}
 - (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)o error:(NSError **)error {
     StandinCompileOptions *options = (StandinCompileOptions *)o;
     note("compile %lu characters, version %lx, math mode %ld, functions %ld", (unsigned long)[source length],
@@ -413,6 +365,7 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     StandinLibrary *l = [[StandinLibrary alloc] init];
     born("library");
     l->source = [source copy];
+    l->version = options->version;
     return l;
 }
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL *)url error:(NSError **)error {
@@ -433,9 +386,12 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     if (!f) return failed(error, 1, "no function");
     if (options & MTLPipelineOptionFailOnBinaryArchiveMiss) {
         StandinArchive *archive = (StandinArchive *)[descriptor->archives objectAtIndex:0];
-        NSString *key = [NSString stringWithFormat:@"%@ %lu", f->key, (unsigned long)descriptor->threads];
-        if (![archive->keys containsObject:key]) return failed(error, 1, "not in the archive");
-    }
+        archive->searched = true;
+        if (![archive->keys containsObject:archive_key(descriptor)]) return failed(error, 1, "not in the archive");
+    } else if (config.compile_us)
+        usleep((useconds_t)config.compile_us);
+    if (descriptor->indirect && config.fail_indirect == 1)
+        return failed(error, 3, "Compute function cannot be used with indirect command buffers");
     if (config.fail_pipeline > 0 && config.fail_pipeline-- == 1) return failed(error, 1, "made to fail");
     StandinPipeline *p = [[StandinPipeline alloc] init];
     born("pipeline");
@@ -444,6 +400,7 @@ STANDS_FOR(MTLCaptureDescriptor, StandinCaptureDescriptor)
     if (f->kernel.max_threads) p->threads = f->kernel.max_threads;
     if (p->threads > config.most_threads) p->threads = (NSUInteger)config.most_threads;
     p->whole = descriptor->whole;
+    p->indirect = descriptor->indirect;
     return p;
 }
 - (id<MTLBinaryArchive>)newBinaryArchiveWithDescriptor:(MTLBinaryArchiveDescriptor *)d error:(NSError **)error {

@@ -3,27 +3,20 @@
 //
 // A committed command buffer waits for earlier ones of its queue with which it shares a hazard-tracked buffer, and for
 // no other: those it could overlap with on a GPU are run in an order that the test chooses.  Sharing a buffer that is
-// not tracked without such an order is a race, which is reported.  Between barriers, dispatches run in a chosen order.
+// not tracked, or that an indirect command buffer names, without such an order or a fence is a race, which is reported.
+// Between barriers, dispatches run in a chosen order.
 #define _GNU_SOURCE
 #include <unistd.h>
 
 #include "standin.h"
-
-enum { SLOTS = MSL_BUFFERS };
-
-typedef struct {
-    StandinPipeline *pipeline; // nil: a barrier
-    StandinBuffer *buffer[SLOTS];
-    NSUInteger offset[SLOTS];
-    MTLSize grid, threads;
-} record;
 
 @interface StandinCommands : NSObject <MTLCommandBuffer> {
   @public
     StandinQueue *queue;
     record *records;
     NSUInteger count, room;
-    uint32_t number;
+    uint32_t number, executions;
+    id waits, updates; // fences, not owned
     bool encoding, encoded, committed;
     MTLCommandBufferStatus state;
     NSError *failure;
@@ -48,6 +41,42 @@ static record *add_record(StandinCommands *c) {
     return memset(&c->records[c->count++], 0, sizeof(record));
 }
 
+void check_record(const record *r) {
+    const NSUInteger size = r->threads.width * r->threads.height * r->threads.depth;
+    StandinPipeline *p = r->pipeline;
+    if (!p) return complain("a dispatch without a pipeline");
+    const char *name = [p->function->name UTF8String];
+    if (!size || size > p->threads)
+        complain("%s: %lu threads, allowed %lu", name, (unsigned long)size, (unsigned long)p->threads);
+    if (p->whole && size % (NSUInteger)config.simd_width)
+        complain("%s: %lu threads are no whole simdgroups", name, (unsigned long)size);
+    if (!r->grid.width || !r->grid.height || !r->grid.depth) complain("%s: an empty grid", name);
+    for (int i = 0; i < SLOTS; i++) {
+        if ((p->function->kernel.arguments >> i & 1) && !r->buffer[i]) complain("%s: buffer %d is not set", name, i);
+    }
+}
+
+static bool same_buffer(const record *a, const record *b) {
+    for (int k = 0; k < SLOTS; k++) {
+        for (int l = 0; a->buffer[k] && l < SLOTS; l++)
+            if (a->buffer[k] == b->buffer[l]) return true;
+    }
+    return false;
+}
+
+// A barrier inside an indirect command buffer waits for commands of the same execution only: what else was encoded since
+// the encoder's last barrier must use other memory.
+static void check_overlap(StandinCommands *c, StandinIndirect *b, NSRange range) {
+    for (NSUInteger i = c->count; i-- > 0;) {
+        const record *r = &c->records[i];
+        if (!r->pipeline && !r->execution) return;
+        for (NSUInteger k = range.location; r->pipeline && k < range.location + range.length; k++) {
+            if (same_buffer(r, &b->commands[k]))
+                return complain("race: commands of two executions in one encoder share a buffer without a barrier");
+        }
+    }
+}
+
 @implementation StandinEncoder
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
     if (ended) complain("setComputePipelineState after endEncoding");
@@ -66,32 +95,42 @@ static record *add_record(StandinCommands *c) {
         current.offset[range.location + i] = offsets[i];
     }
 }
-- (void)check:(MTLSize)grid threads:(MTLSize)threads {
-    const NSUInteger size = threads.width * threads.height * threads.depth;
-    StandinPipeline *p = current.pipeline;
-    if (!p) return complain("a dispatch without a pipeline");
-    const char *name = [p->function->name UTF8String];
-    if (ended) complain("%s: dispatch after endEncoding", name);
-    if (!size || size > p->threads)
-        complain("%s: %lu threads, allowed %lu", name, (unsigned long)size, (unsigned long)p->threads);
-    if (p->whole && size % (NSUInteger)config.simd_width)
-        complain("%s: %lu threads are no whole simdgroups", name, (unsigned long)size);
-    if (!grid.width || !grid.height || !grid.depth) complain("%s: an empty grid", name);
-    for (int i = 0; i < SLOTS; i++) {
-        if ((p->function->kernel.arguments >> i & 1) && !current.buffer[i])
-            complain("%s: buffer %d is not set", name, i);
-    }
-}
 - (void)dispatchThreadgroups:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads {
-    [self check:grid threads:threads];
+    if (ended) complain("a dispatch after endEncoding");
+    current.grid = grid;
+    current.threads = threads;
+    check_record(&current);
     if (!current.pipeline) return;
-    record *r = add_record(commands);
-    *r = current;
-    r->grid = grid;
-    r->threads = threads;
+    *add_record(commands) = current;
     note("dispatch %s %lu %lu %lu x %lu", [current.pipeline->function->name UTF8String], (unsigned long)grid.width,
         (unsigned long)grid.height, (unsigned long)grid.depth,
         (unsigned long)(threads.width * threads.height * threads.depth));
+}
+- (void)executeCommandsInBuffer:(id<MTLIndirectCommandBuffer>)buffer withRange:(NSRange)range {
+    StandinIndirect *b = (StandinIndirect *)buffer;
+    if (ended) complain("executeCommandsInBuffer after endEncoding");
+    if (!range.length || range.length > 16384 || range.location + range.length > b->size)
+        return complain("commands %lu to %lu of an indirect command buffer of %lu", (unsigned long)range.location,
+            (unsigned long)(range.location + range.length), (unsigned long)b->size);
+    b->ended = true;
+    commands->executions++;
+    check_overlap(commands, b, range);
+    for (NSUInteger i = range.location; i < range.location + range.length; i++) {
+        if (!b->encoded[i]) complain("command %lu of an indirect command buffer is empty", (unsigned long)i);
+        if (b->barriers[i]) add_record(commands)->execution = commands->executions;
+        record *r = add_record(commands);
+        *r = b->commands[i];
+        r->execution = commands->executions;
+    }
+    note("execute %lu %lu", (unsigned long)range.location, (unsigned long)range.length);
+}
+- (void)waitForFence:(id<MTLFence>)fence {
+    if (commands->count || ended) complain("waitForFence after the first command");
+    commands->waits = fence;
+}
+- (void)updateFence:(id<MTLFence>)fence {
+    if (ended) complain("updateFence after endEncoding");
+    commands->updates = fence;
 }
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
     if (scope != MTLBarrierScopeBuffers) complain("barrier of another scope");
@@ -190,18 +229,31 @@ static void run_commands(StandinCommands *c) {
     if (c->failure) c->state = MTLCommandBufferStatusError;
 }
 
+// Whether both use a buffer in a way that Metal tracks, or in one that it does not.
 static bool shares(StandinCommands *a, StandinCommands *b, bool tracked) {
     for (NSUInteger i = 0; i < a->count; i++) {
+        const record *r = &a->records[i];
         for (int k = 0; k < SLOTS; k++) {
-            StandinBuffer *x = a->records[i].buffer[k];
-            if (!x || x->tracked != tracked) continue;
-            for (NSUInteger j = 0; j < b->count; j++) {
-                for (int l = 0; l < SLOTS; l++)
+            StandinBuffer *x = r->buffer[k];
+            for (NSUInteger j = 0; x && j < b->count; j++) {
+                const bool seen = x->tracked && !r->execution && !b->records[j].execution;
+                for (int l = 0; seen == tracked && l < SLOTS; l++)
                     if (b->records[j].buffer[l] == x) return true;
             }
         }
     }
     return false;
+}
+
+// Metal makes resident what an encoder is given, not what an indirect command buffer names.
+static void check_residency(StandinCommands *c) {
+    for (NSUInteger i = 0; i < c->count; i++) {
+        const record *r = &c->records[i];
+        for (int k = 0; r->execution && k < SLOTS; k++) {
+            if (r->buffer[k] && (!r->buffer[k]->homes || !c->queue->sets))
+                return complain("%s: buffer %d is not resident", [r->pipeline->function->name UTF8String], k);
+        }
+    }
 }
 
 static bool ready(StandinQueue *q, NSUInteger index) {
@@ -280,8 +332,10 @@ static void *run_queue(void *argument) {
     committed = true;
     state = MTLCommandBufferStatusCommitted;
     for (StandinCommands *earlier in queue->waiting) {
-        if (shares(self, earlier, true)) [after addObject:[NSNumber numberWithUnsignedInt:earlier->number]];
+        const bool fenced = waits && waits == earlier->updates && !config.unfenced;
+        if (fenced || shares(self, earlier, true)) [after addObject:[NSNumber numberWithUnsignedInt:earlier->number]];
     }
+    check_residency(self);
     [queue->waiting addObject:self];
     note("commit %u", number);
     pthread_cond_broadcast(&queue->changed);
@@ -340,7 +394,7 @@ static void *run_queue(void *argument) {
     closing = true;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
-    pthread_join(thread, NULL);
+    thread_end(thread);
     if (sets) complain("a queue was freed with its residency set");
     [waiting release];
     died("queue");
@@ -356,6 +410,6 @@ StandinQueue *standin_queue(NSUInteger capacity) {
     shuffle_state = (uint32_t)config.seed;
     pthread_mutex_init(&q->mutex, NULL);
     pthread_cond_init(&q->changed, NULL);
-    pthread_create(&q->thread, NULL, run_queue, q);
+    q->thread = thread_start(run_queue, q);
     return q;
 }

@@ -69,6 +69,11 @@ NSError *error_of(NSInteger code, const char *text) {
     return [NSError errorWithDomain:@"Standin" code:code userInfo:info];
 }
 
+id failed(NSError **error, NSInteger code, const char *text) {
+    if (error) *error = error_of(code, text);
+    return nil;
+}
+
 STANDIN_API void standin_reset(void) {
 #define DEFAULT(name, value) config.name = value;
     STANDIN_NUMBERS(DEFAULT)

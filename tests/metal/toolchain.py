@@ -162,6 +162,8 @@ def macos_library() -> Path:
 @cache
 def clang() -> str:
     """A clang that knows Objective-C; Missing without one."""
+    if sys.platform == "darwin":
+        raise Missing("the stand-in for Metal runs where there is no Metal")
     for name in (os.environ.get("LILY_CLANG_C"), "clang-19", "clang-20", "clang-18", "clang-17", "clang"):
         path = shutil.which(name) if name else None
         if path:
@@ -193,8 +195,9 @@ def objc_headers() -> Path:
 @cache
 def gnustep_library(coverage: bool = False) -> Path:
     """The shim and the stand-in as one shared library; with ``coverage`` it counts the shim's lines."""
+    found = clang()
     include = ["-isystem", str(objc_headers()), "-isystem", "/usr/include/GNUstep", "-isystem", str(headers())]
-    compiler = [clang(), *GNUSTEP, *COMMON, "-g", "-O1", *include]
+    compiler = [found, *GNUSTEP, *COMMON, "-g", "-O1", *include]
     shim = [*compiler, *STRICT, "-I", str(SHIM.parent), "-I", str(kernel_table())]
     shim += ["-fprofile-instr-generate", "-fcoverage-mapping"] if coverage else []
     loose = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-protocol", "-Wno-incomplete-implementation"]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Metal shim's memory: buffers, limits, and how it is kept where the GPU reaches it.
+
+It runs under GNUstep against the stand-in of tests/metal/.  Not handled: what kernels compute.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from metal.shim import Open, Work, dispatch
+from metal.standin import Standin
+
+from lily.errors import DeviceError
+
+
+# ---- buffers ----
+def test_buffers_are_shared_zero_filled_pages(opened: Open) -> None:
+    device = opened()
+    buffers = [device.buffer(n) for n in (1, 5000, 70000)]
+    for b in buffers:
+        assert b.address % 4096 == 0
+        assert not b.bytes.any()
+        b.bytes[:] = 1
+    assert device.info["allocated"] == sum(max(b.nbytes, 16) for b in buffers)
+    for b in buffers:
+        b.free()
+    assert device.info["allocated"] == 0
+
+
+def test_more_than_the_working_set_is_refused_with_the_numbers(metal: Standin, opened: Open) -> None:
+    metal.set(working_set=1e6)
+    device = opened()
+    first = device.buffer(600_000)
+    with pytest.raises(DeviceError, match=r"0\.00 GB more on top of 0\.00 GB.*iogpu\.wired_limit_mb"):
+        device.buffer(500_000)
+    first.free()
+    device.buffer(500_000).free()
+
+
+def test_a_buffer_beyond_the_longest_is_refused(metal: Standin, opened: Open) -> None:
+    metal.set(max_buffer=1e6)
+    with pytest.raises(DeviceError, match="beyond what one buffer of this GPU may have"):
+        opened().buffer(2_000_000)
+
+
+def test_an_allocation_that_metal_refuses_is_an_error(metal: Standin, opened: Open) -> None:
+    metal.set(fail_buffer=2)
+    device = opened()
+    first = device.buffer(100)
+    with pytest.raises(DeviceError, match="Metal refused a buffer"):
+        device.buffer(100)
+    first.free()
+
+
+def test_buffers_and_lists_may_be_freed_after_the_device_was_closed(work: Work) -> None:
+    work.device.wait(work.device.submit([work.record(dispatch())]))
+    work.device.close()
+
+
+# ---- residency ----
+def residency(metal: Standin) -> list[str]:
+    return [line.removeprefix("residency ") for line in metal.journal if line.startswith("residency")]
+
+
+def test_buffers_are_held_from_the_first_list_on_and_asked_for_while_in_use(metal: Standin, opened: Open) -> None:
+    w = Work(opened(keep_s=60))
+    assert residency(metal) == []
+    w.record(dispatch())
+    assert residency(metal) == ["commit 5", "request"]  # the list's parameters are the fifth buffer
+    time.sleep(1.2)
+    assert residency(metal)[2:] in (["request"] * 2, ["request"] * 3)
+    w.buffers.pop("d").free()
+    assert residency(metal)[-1] == "commit 4"
+    w.close()
+    assert residency(metal)[-1].startswith(("end", "commit"))
+
+
+def test_memory_is_let_go_when_nothing_was_asked_for_and_taken_again_with_the_next_work(
+    metal: Standin, opened: Open
+) -> None:
+    w = Work(opened(keep_s=1))
+    recorded = w.record(dispatch())
+    deadline = time.monotonic() + 5
+    while "end" not in residency(metal) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert residency(metal)[-1] == "end"
+    w.device.wait(w.device.submit([recorded]))
+    assert residency(metal)[-1] == "request"
+    w.close()
