@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lily.config import ModelConfig
+from lily.device import Device
 from lily.errors import DeviceError, InvalidRequestError
+from lily.host_memory import available_bytes
 from lily.plan import Builder, decode_plan, prefill_plan
 from lily.plan.memory import MemorySum, memory_sum
 from lily.plan.weights_map import WeightsMap
@@ -13,11 +17,31 @@ from lily.policy import Policy
 SNAPSHOTS = 4
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a device may hold: bytes in all and in one buffer, and how a user gets more."""
+
+    total: int
+    buffer: int
+    remedy: str = "close other programs or use a smaller model"
+
+    @classmethod
+    def of(cls, device: Device) -> Room:
+        """The room of an open device; the cpu device has what the machine has left."""
+        if device.name == "cpu":
+            return cls(available_bytes(), 1 << 62)
+        info = device.info
+        remedy = "use a smaller model"
+        if device.name == "metal":
+            remedy += ", or let the GPU use more of this Mac's memory (sudo sysctl iogpu.wired_limit_mb=MEGABYTES)"
+        return cls(int(info.get("memory", available_bytes())), int(info.get("max_buffer", 1 << 62)), remedy)
+
+
 def plan_context(
-    config: ModelConfig, policy: Policy, weights: WeightsMap, *, room: int, max_context: int | None = None,
+    config: ModelConfig, policy: Policy, weights: WeightsMap, *, room: Room, max_context: int | None = None,
     name: str = "the model",
 ) -> tuple[int, MemorySum]:  # fmt: skip
-    """(tokens of the context, memory it needs) when ``room`` bytes are there; ``max_context`` asks for so many.
+    """(tokens of the context, memory it needs) when ``room`` is there; ``max_context`` asks for so many tokens.
 
     Raises InvalidRequestError beyond the model's limit, and DeviceError with the sum if it cannot fit.
     """
@@ -29,15 +53,21 @@ def plan_context(
     limit = config.max_position_embeddings
     if max_context is not None and not 2 <= max_context <= limit:
         raise InvalidRequestError(f"max_context is {max_context}; allowed are 2 to {limit} for this model")
-    fixed, per_token = needed(0), needed(1).kv_per_token
-    fits = (room - fixed.total) // per_token if per_token else limit
+    fixed = needed(0)
+    per_token = needed(1).total - fixed.total  # KV rows and what counts tokens
+    largest = max(weights.buffers.values())
+    if largest > room.buffer:
+        raise DeviceError(
+            f"{name} does not fit: one layer's weights take {_gb(largest)}, a buffer of this GPU holds "
+            f"{_gb(room.buffer)}; {room.remedy}"
+        )
+    fits = (room.total - fixed.total) // per_token
     if fits < (max_context or 1):
         want = needed(max_context or 1)
         raise DeviceError(
             f"{name} does not fit: it needs {_gb(want.total)} (weights {_gb(want.weights)}, state {_gb(want.state)}, "
-            f"KV cache {_gb(want.kv)}, scratch {_gb(want.scratch)}, snapshots {_gb(want.snapshots)}), {_gb(room)} are "
-            "available; "
-            + ("use a smaller max_context" if fits >= 1 else "close other programs or use a smaller model")
+            f"KV cache {_gb(want.kv)}, scratch {_gb(want.scratch)}, snapshots {_gb(want.snapshots)}), "
+            f"{_gb(room.total)} are available; " + ("use a smaller max_context" if fits >= 1 else room.remedy)
         )
     tokens = max_context or min(limit, fits)
     return tokens, needed(tokens)

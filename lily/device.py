@@ -8,9 +8,13 @@ functions by pointer (``lily/_submit.pyx``).
 from __future__ import annotations
 
 import ctypes
+import os
+import shlex
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,13 +23,17 @@ import numpy as np
 
 from lily.errors import DeviceError
 from lily.kernels import Kernel
+from lily.msl.flatten import flatten
 from lily.plan.views import Plan
+from lily.shader_library import shader_options
 
 ABI_VERSION = 1
 OK, EINVAL, ENOMEM, ENOTFOUND, EFAILED, ETIMEOUT, ELOST = range(7)
 _FOREVER = (1 << 64) - 1
 _SUFFIX = "dylib" if sys.platform == "darwin" else "so"
-_LIBRARIES = {"cpu": f"cpu/liblily_cpu.{_SUFFIX}"}
+_LIBRARIES = {"cpu": Path(__file__).parent / f"cpu/liblily_cpu.{_SUFFIX}"}
+if sys.platform == "darwin":
+    _LIBRARIES["metal"] = Path(__file__).parent / f"metal/liblily_metal.{_SUFFIX}"
 
 
 class _Arg(ctypes.Structure):
@@ -59,19 +67,64 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+# What a device may lack.
+_OPTIONAL: dict[str, tuple[Any, list[Any]]] = {"lily_kernel_fit": (_INT, [_P, _U32])}
+
+
 def choose_device(name: str) -> str:
-    """The device that ``auto`` stands for on this machine; other names as they are."""
-    return "cpu" if name == "auto" else name
+    """The device that ``auto`` stands for on this machine, metal on macOS; other names as they are."""
+    if name != "auto":
+        return name
+    return "metal" if "metal" in _LIBRARIES else "cpu"
+
+
+@contextmanager
+def cpu_remedy(name: str) -> Iterator[None]:
+    """Within it, a DeviceError of what ``auto`` chose says how to do without: nothing else is tried in silence."""
+    try:
+        yield
+    except DeviceError as error:
+        if name != "auto" or choose_device(name) == "cpu" or "--device cpu" in str(error):
+            raise
+        raise DeviceError(f"{error}; to run without the GPU choose the cpu device (--device cpu)") from None
+
+
+def open_device(name: str, **options: Any) -> Device:
+    """Opens ``name``, or what ``auto`` stands for."""
+    with cpu_remedy(name):
+        return Device(choose_device(name), **options)
 
 
 def library_path(device: str) -> Path:
     """Where the library of ``device`` is installed; DeviceError if there is none for this platform."""
     if device not in _LIBRARIES:
         raise DeviceError(f"there is no {device!r} device in this build; available: {', '.join(_LIBRARIES)}")
-    path = Path(__file__).parent / _LIBRARIES[device]
+    path = _LIBRARIES[device]
     if not path.exists():
         raise DeviceError(f"the library of the {device!r} device is missing ({path.name}): build it with `make build`")
     return path
+
+
+def environment_options(device: str) -> dict[str, object]:
+    """Options from LILY_METAL="key=value key=value": what a user may want to try on one GPU, and what tests need."""
+    text = os.environ.get("LILY_METAL", "") if device == "metal" else ""
+    words = shlex.split(text)
+    wrong = next((word for word in words if "=" not in word), None)
+    if wrong is not None:
+        raise DeviceError(f"LILY_METAL holds {wrong!r}; it takes key=value, separated by spaces (objc_shim/README.md)")
+    return {key: value for key, _, value in (word.partition("=") for word in words)}
+
+
+@contextmanager
+def _shaders(device: str, given: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """The option that hands the Metal device its shaders, in a file that exists while the device opens."""
+    if device != "metal" or "source" in given:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="lily-") as folder:
+        source, text = Path(folder, "shaders.metal"), flatten()
+        source.write_text(text, encoding="utf-8")
+        yield {"source": source, **shader_options(text)}
 
 
 def _load(path: Path) -> Any:
@@ -79,7 +132,8 @@ def _load(path: Path) -> Any:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise DeviceError(f"{path.name} cannot be loaded: {error}") from None
-    for name, (result, arguments) in _SIGNATURES.items():
+    optional = {name: types for name, types in _OPTIONAL.items() if hasattr(lib, name)}
+    for name, (result, arguments) in (_SIGNATURES | optional).items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     if lib.lily_abi_version() != ABI_VERSION:
@@ -132,12 +186,16 @@ class Device:
     """An open device. Errors of the library are raised as DeviceError."""
 
     def __init__(self, name: str, *, library: Path | None = None, **options: object) -> None:
-        """Opens ``name`` with options (for cpu: threads, isa, null)."""
+        """Opens ``name`` with options (for cpu: threads, isa, null; for metal: objc_shim/README.md)."""
         self.name = name
+        self.notes: dict[str, str] = {}  # what the host found out about it
         self.lib = _load(library or library_path(name))
-        text = "\n".join(f"{k}={v}" for k, v in options.items() if v is not None)
+        options = environment_options(name) | options
         handle, message = ctypes.c_void_p(), ctypes.create_string_buffer(1024)
-        if self.lib.lily_open(text.encode(), ctypes.byref(handle), message, len(message)) != OK:
+        with _shaders(name, options) as shaders:
+            text = "\n".join(f"{k}={v}" for k, v in (shaders | options).items() if v is not None)
+            code = self.lib.lily_open(text.encode(), ctypes.byref(handle), message, len(message))
+        if code != OK:
             raise DeviceError(message.value.decode("utf-8", "replace"))
         self.handle = handle.value or 0
 
@@ -164,26 +222,32 @@ class Device:
             return
         text = self.lib.lily_error(self.handle)
         message = text.decode("utf-8", "replace") if text else f"error {code}"
-        raise DeviceError(f"{self.name} device: {message}")
+        raise DeviceError(f"{self.name} device: {message}", again=code == EFAILED)
 
     @property
     def info(self) -> dict[str, str | int]:
-        """What the library says about itself: name, isa, threads, bytes of memory …"""
+        """What the library says about itself: name, isa, threads, bytes of memory …; and ``notes``."""
         out = ctypes.create_string_buffer(4096)
         self._check(self.lib.lily_info(self.handle, out, len(out)))
         lines = out.value.decode("utf-8", "replace").splitlines()
         pairs = (line.split("=", 1) for line in lines if "=" in line)
-        return {key: int(value) if value.isdigit() else value for key, value in pairs}
+        return {key: int(value) if value.isdigit() else value for key, value in pairs} | self.notes
 
     def buffer(self, nbytes: int) -> Buffer:
         """New zero-filled shared memory."""
         return Buffer(self, nbytes)
 
-    def kernel(self, kernel: Kernel, constants: Iterable[int] = ()) -> int:
-        """Handle of a kernel of the table, specialised; DeviceError if this device has none."""
+    def kernel(self, kernel: Kernel, constants: Iterable[int] = (), threads: int = 0) -> int:
+        """Handle of a kernel of the table, specialised; DeviceError if this device has none.
+
+        With ``threads`` all is compiled that groups of that size need. Any thread may call this, several at once too.
+        """
         values = list(constants)
         array = (ctypes.c_int32 * max(len(values), 1))(*values)
-        return self._new("lily_kernel_get", kernel.name.encode(), array, len(values))
+        handle = self._new("lily_kernel_get", kernel.name.encode(), array, len(values))
+        if threads and hasattr(self.lib, "lily_kernel_fit"):
+            self._check(self.lib.lily_kernel_fit(handle, threads))
+        return handle
 
     def record(self, plan: Plan, buffers: Mapping[str, Buffer]) -> CommandList:
         """Records ``plan`` with its buffer names bound to ``buffers``."""

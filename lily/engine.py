@@ -22,12 +22,13 @@ import numpy as np
 from lily.chat import ChatTemplate
 from lily.checkpoint import Checkpoint
 from lily.chunks import cut
-from lily.config import ModelConfig
-from lily.context import SNAPSHOTS, plan_context
+from lily.context import SNAPSHOTS, Room, plan_context
 from lily.detokenizer import Detokenizer
-from lily.device import Buffer, Device, choose_device
-from lily.errors import CheckpointError, DeviceError, InvalidRequestError, LilyError
-from lily.host_memory import available_bytes
+from lily.device import Buffer, choose_device, cpu_remedy
+from lily.errors import DeviceError, InvalidRequestError, LilyError
+from lily.kernels import MAX_SCORE_TOP
+from lily.matrix_check import open_checked
+from lily.pipelines import compile_kernels
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.resolve import resolve_model
@@ -45,16 +46,14 @@ from lily.streaming import (
     TokenLogprob,
 )
 from lily.tokenizer import Tokenizer
+from lily.tune import tuned_options
 from lily.weights import load_weights
 
 if TYPE_CHECKING:
     from lily.session import Session
 
 MESSAGE_START = "<|im_start|>"
-MAX_SCORE_TOP = 1024
 MAX_THREADS = 256
-HEAD_MULTIPLE = 16  # kernels take heads in whole vectors
-MAX_TAPS = 8  # of the convolution, GDN_MAX_TAPS in lily/cpu/gdn.h
 
 
 @dataclass(frozen=True)
@@ -90,45 +89,61 @@ class Engine:
         self._policy = policy_for(name, ablate.split(",") if isinstance(ablate, str) else tuple(ablate))
         self.model = resolve_model(None if model is None else str(model))
         with Checkpoint.open(self.model.path) as checkpoint:
-            config = checkpoint.config
-            _check_shapes(config)
-            self.config = config
-            self.tokenizer = Tokenizer.from_dir(self.model.path, config.vocab_size)
-            self.chat_template = ChatTemplate.from_dir(self.model.path)
-            self._defaults = checkpoint_defaults(checkpoint.generation_config)
-            own_stops = dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids))
-            # An id beyond the tokenizer's is a padding row, which is never drawn.
-            self._stop_ids = tuple(id for id in own_stops if id < self.tokenizer.num_tokens)
-            weights = map_weights(config, self._policy)
-            self.max_context, self.memory = plan_context(
-                config, self._policy, weights, room=available_bytes(), max_context=max_context, name=self.model.name
-            )
-            self._device = Device(name, threads=threads) if name == "cpu" else Device(name)
-            buffers: dict[str, Buffer] = {}
+            self._describe(checkpoint)
+            options = {"threads": threads} if name == "cpu" else tuned_options(name, self.model.name)
+            self._device = open_checked(device, **options)
             try:
-                self._device_info = self._device.info
-                for key, size in weights.buffers.items():
-                    buffers[key] = self._device.buffer(size)
-                done = 0
-
-                def report(n: int) -> None:
-                    nonlocal done
-                    done += n
-                    if progress:
-                        progress(done, checkpoint.total_bytes)
-
-                load_weights(checkpoint, weights, {key: b.bytes for key, b in buffers.items()}, report)
-                self._runner = Runner(
-                    self._device, config, self._policy, weights, buffers, max_context=self.max_context,
-                    vocab=min(self.tokenizer.num_tokens, config.vocab_size), snapshots=SNAPSHOTS,
-                )  # fmt: skip
+                self._load(checkpoint, device, max_context, progress)
             except BaseException:
-                for buffer in buffers.values():
-                    buffer.free()
                 self._device.close()
                 raise
-        self._message_start = self.tokenizer.id_of(MESSAGE_START)
         self._closed = False
+
+    def _describe(self, checkpoint: Checkpoint) -> None:
+        """All about the model that needs no weights."""
+        config = self.config = checkpoint.config
+        self.tokenizer = Tokenizer.from_dir(self.model.path, config.vocab_size)
+        self.chat_template = ChatTemplate.from_dir(self.model.path)
+        self._defaults = checkpoint_defaults(checkpoint.generation_config)
+        own_stops = dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids))
+        # An id beyond the tokenizer's is a padding row, which is never drawn.
+        self._stop_ids = tuple(id for id in own_stops if id < self.tokenizer.num_tokens)
+        self._message_start = self.tokenizer.id_of(MESSAGE_START)
+
+    def _load(
+        self, checkpoint: Checkpoint, asked: str, max_context: int | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:  # fmt: skip
+        """Weights into the device's memory, kernels compiled, a sequence ready to begin."""
+        config, device = self.config, self._device
+        weights = map_weights(config, self._policy)
+        self.max_context, self.memory = plan_context(
+            config, self._policy, weights, room=Room.of(device), max_context=max_context, name=self.model.name
+        )
+        with cpu_remedy(asked):
+            compile_kernels(device, config, self._policy, weights, self.max_context)
+        done = 0
+
+        def report(n: int) -> None:
+            nonlocal done
+            done += n
+            if progress:
+                progress(done, checkpoint.total_bytes)
+
+        buffers: dict[str, Buffer] = {}
+        try:
+            for key, size in weights.buffers.items():
+                buffers[key] = device.buffer(size)
+            load_weights(checkpoint, weights, {key: b.bytes for key, b in buffers.items()}, report)
+            self._runner = Runner(
+                device, config, self._policy, weights, buffers, max_context=self.max_context,
+                vocab=min(self.tokenizer.num_tokens, config.vocab_size), snapshots=SNAPSHOTS,
+            )  # fmt: skip
+        except BaseException:
+            for buffer in buffers.values():
+                buffer.free()
+            raise
+        self._device_info = device.info
 
     def __enter__(self) -> Self:
         return self
@@ -405,16 +420,4 @@ class _Reply:
         )  # fmt: skip
         return Completion(
             "".join(self.text), self.token_ids, reason, self.prompt, n, self.cached, self.logprobs, timings
-        )
-
-
-def _check_shapes(config: ModelConfig) -> None:
-    """CheckpointError for a model of the family that the kernels cannot run."""
-    for name in ("head_dim", "linear_key_head_dim", "linear_value_head_dim"):
-        size = getattr(config, name)
-        if size % HEAD_MULTIPLE:
-            raise CheckpointError(f"{config.source}: {name} is {size}, Lily runs multiples of {HEAD_MULTIPLE}")
-    if config.conv_kernel > MAX_TAPS:
-        raise CheckpointError(
-            f"{config.source}: linear_conv_kernel_dim is {config.conv_kernel}, Lily runs up to {MAX_TAPS}"
         )

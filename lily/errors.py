@@ -22,4 +22,11 @@ class InvalidRequestError(LilyError):
 
 
 class DeviceError(LilyError):
-    """A device cannot be opened, ran out of memory, or reported a failed submission."""
+    """A device cannot be opened, ran out of memory, or reported a failed submission.
+
+    ``again``: the device can be used further, and the same submission may succeed.
+    """
+
+    def __init__(self, message: str, *, again: bool = False) -> None:
+        super().__init__(message)
+        self.again = again

@@ -20,6 +20,7 @@ from lily._submit import DecodePipeline
 from lily.config import ModelConfig
 from lily.device import Buffer, CommandList, Device
 from lily.errors import ContextLengthError, DeviceError
+from lily.host_steps import record, run_ahead
 from lily.kernels import OUTPUT_RING, STATUS_NONFINITE
 from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
 from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, step_buffers, struct_bytes
@@ -52,6 +53,7 @@ class Token:
 _Key = tuple[str, int, int]  # kind of plan, rows, and: how to sample, or how many top ids to score
 _DECODE: _Key = ("decode", 1, 0)
 _SAMPLED, _GREEDY, _LOGPROBS = range(3)
+_ATTEMPTS = 3  # at a chunk of the prompt
 _MAX_RECORDED = 64  # plans kept; only `score` with ever new numbers of top ids makes so many
 
 
@@ -165,9 +167,9 @@ class Runner:
         self._allocate("scratch", max(plan.scratch_bytes for plan in plans))
         for key, plan in zip(keys, plans, strict=True):
             if key not in self._recorded:
-                a = self.device.record(plan, self._bound(0))
+                a = record(self.device, plan, self._bound(0))
                 try:
-                    self._recorded[key] = (a, self.device.record(plan, self._bound(1)))
+                    self._recorded[key] = (a, record(self.device, plan, self._bound(1)))
                 except BaseException:
                     a.free()
                     raise
@@ -257,17 +259,25 @@ class Runner:
         self.reserve(len(self.tokens) + len(chunk))
         self._run_chunk(chunk, self._lists(self._prefill_key(len(chunk))))
 
-    def _run_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> None:
-        """Appends ``chunk`` and waits. When that fails the sequence is as before: the slot read from is intact."""
+    def _run_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> int:
+        """Appends ``chunk`` and waits; returns its ticket. When that fails the sequence is as before.
+
+        A submission that the device gave up (macOS stops GPU work that keeps the screen waiting; the device then cuts
+        it into smaller pieces) is made again: the state slot that it reads from is intact.
+        """
         start = len(self.tokens)
-        ticket = self._submit_chunk(chunk, lists)
-        try:
-            self.device.wait(ticket)
-        except DeviceError:
-            self._slot ^= 1
-            self._previous = -1
-            del self.tokens[start:]
-            raise
+        for attempt in range(_ATTEMPTS):
+            try:
+                ticket = self._submit_chunk(chunk, lists)
+                self.device.wait(ticket)
+                return ticket
+            except DeviceError as error:
+                self._slot ^= 1
+                self._previous = -1
+                del self.tokens[start:]
+                if not error.again or attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
 
     def _submit_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> int:
         start, slot = len(self.tokens), self._slot
@@ -275,15 +285,21 @@ class Runner:
         step[0] = (start, len(chunk), 0, 0)
         self._buffers[f"ids.{'AB'[slot]}"].array(np.int32)[: len(chunk)] = chunk
         self._buffers["history"].array(np.int32)[start : start + len(chunk)] = chunk
-        ticket = self.device.submit([pair[slot] for pair in lists])
+        self._buffers["counts"].bytes[:] = 0  # of the reply to come; a failed attempt may have counted its token
         self._previous = start
         self._slot ^= 1
         self.tokens.extend(chunk)
-        return ticket
+        items = [pair[slot] for pair in lists]
+        run_ahead(items)
+        return self.device.submit(items)
 
     # ---- reply
     def start(self, chunk: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limit: int) -> None:
-        """Runs the prompt's last ``chunk`` and keeps up to two steps in flight; at most ``limit`` tokens will come."""
+        """Runs the prompt's last ``chunk`` with its sampling; ``next`` then keeps up to two steps in flight.
+
+        At most ``limit`` tokens will come. The chunk is waited for: the step after the next one overwrites the slot
+        from which it could be repeated.
+        """
         self._limit, self._produced = limit, 0
         prompt = len(self.tokens) + len(chunk)
         self.reserve(min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
@@ -291,12 +307,11 @@ class Runner:
             self._buffers["request"].array(REQUEST_DTYPE)[0], self._buffers["bias.ids"].array(np.int32),
             self._buffers["bias.values"].array(np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
         )  # fmt: skip
-        self._buffers["counts"].bytes[:] = 0
         self._logprobs = params.logprobs is not None
         how = _LOGPROBS if self._logprobs else _GREEDY if params.greedy else _SAMPLED
         self._sample_key = ("sample", 1, how)
         prefill, _, sample = self._lists(self._prefill_key(len(chunk)), _DECODE, self._sample_key)
-        ticket = self._submit_chunk(chunk, [prefill, sample])
+        ticket = self._run_chunk(chunk, [prefill, sample])
         self._begin(limit)
         self._pipeline.adopt(ticket)
 

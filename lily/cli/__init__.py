@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from lily._version import __version__
-from lily.cli import chat, generate, info, plan, pull
+from lily.cli import chat, doctor, generate, info, plan, pull, tune
 from lily.cli.console import Console, OutputError, discard, make_writable
 from lily.errors import LilyError
 
@@ -31,7 +31,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (generate.generate, chat.chat, plan.plan, info.info, pull.pull):
+for command in (generate.generate, chat.chat, plan.plan, info.info, doctor.doctor, pull.pull, tune.tune):
     cli.add_command(command)
 
 

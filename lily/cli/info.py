@@ -18,6 +18,7 @@ from lily.errors import LilyError
 
 if TYPE_CHECKING:
     from lily.checkpoint import Checkpoint
+    from lily.context import Room
 
 _PACKAGES = ("numpy", "tokenizers", "click", "jinja2", "huggingface_hub")
 
@@ -36,11 +37,15 @@ def info(console: Console, flags: EngineFlags, as_json: bool) -> None:
     report: dict[str, Any] = {"lily": __version__, "python": platform.python_version(), "platform": platform.platform()}
     report["packages"] = {name: _version(name) for name in _PACKAGES}
     report["hub_cache"] = str(hub_cache())
-    for name, section in (("model", _model), ("device", _device)):
-        try:
-            report |= section(flags)
-        except LilyError as error:
-            report[name] = {"error": str(error)}
+    room = None
+    try:
+        report["device"], room = _device(flags)
+    except LilyError as error:
+        report["device"] = {"error": str(error)}
+    try:
+        report |= _model(flags, room)
+    except LilyError as error:
+        report["model"] = {"error": str(error)}
     problems = [report[name]["error"] for name in ("model", "context", "device") if "error" in report.get(name, {})]
     console.write(json.dumps(report, ensure_ascii=False) + "\n" if as_json else "\n".join(_lines(report)) + "\n")
     for problem in problems:
@@ -56,7 +61,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _model(flags: EngineFlags) -> dict[str, Any]:
+def _model(flags: EngineFlags, room: Room | None) -> dict[str, Any]:
     from lily.chat import ChatTemplate
     from lily.checkpoint import Checkpoint
     from lily.resolve import resolve_model
@@ -90,7 +95,7 @@ def _model(flags: EngineFlags) -> dict[str, Any]:
         return {
             "model": model,
             "sampling_defaults": {name: getattr(used, name) for name in names},
-            "context": _context(flags, checkpoint, found.name),
+            "context": _context(flags, checkpoint, found.name, room),
         }
 
 
@@ -106,18 +111,19 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, int]:
     return counts
 
 
-def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, room: Room | None) -> dict[str, Any]:
     """The context that an engine would have here, and the memory for it."""
     from lily.context import plan_context
     from lily.device import choose_device
-    from lily.host_memory import available_bytes
     from lily.plan.weights_map import map_weights
     from lily.policy import policy_for
 
-    config, room = checkpoint.config, available_bytes()
+    config = checkpoint.config
     policy = policy_for(choose_device(flags.device), flags.ablate)
+    if room is None:
+        return {"limit": config.max_position_embeddings, "error": "unknown: the device cannot be used"}
     weights = map_weights(config, policy)
-    sizes: dict[str, Any] = {"limit": config.max_position_embeddings, "available_bytes": room}
+    sizes: dict[str, Any] = {"limit": config.max_position_embeddings, "available_bytes": room.total}
     try:
         tokens, memory = plan_context(config, policy, weights, room=room, max_context=flags.max_context, name=name)
     except LilyError as error:
@@ -125,12 +131,14 @@ def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str) -> dict[str,
     return {"max_context": tokens, **sizes, "memory": {**asdict(memory), "total": memory.total}}
 
 
-def _device(flags: EngineFlags) -> dict[str, Any]:
-    from lily.device import Device, choose_device
+def _device(flags: EngineFlags) -> tuple[dict[str, Any], Room]:
+    """What the device says about itself, and the memory it has."""
+    from lily.context import Room
+    from lily.device import choose_device, open_device
 
     name = choose_device(flags.device)
-    with Device(name, threads=flags.threads) if name == "cpu" else Device(name) as device:
-        return {"device": {"name": name, **device.info}}
+    with open_device(flags.device, **({"threads": flags.threads} if name == "cpu" else {})) as device:
+        return {"name": name, **device.info}, Room.of(device)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

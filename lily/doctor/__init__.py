@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lily doctor`: does every kernel compute the right thing here, and how fast is it beside what the machine can do?
+
+    report = examine("auto")      # plain data, the document that --json writes
+    print(render(report))         # the same for people
+
+machine.py, paths.py say what is here and what is chosen; cases.py, inputs.py, values.py make a dispatch of every kernel
+with its inputs; runs.py runs them, check.py compares two devices; limits.py, measure.py, generation.py measure;
+examination.py puts all together; report.py makes text of it.
+"""
+
+from lily.doctor.examination import SCHEMA, SIZES, examine
+from lily.doctor.report import render
+
+__all__ = ["SCHEMA", "SIZES", "examine", "render"]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a kernel is at the real model's shapes, beside the limit that binds it.
+
+A list of one kernel many times, a barrier before each; large arguments are another copy each time, so that they come
+from memory and not from a cache.  Bytes are those of the plan, each once.  Products of many rows are held against the
+matrix limit, everything else that moves enough against the read limit.
+Not handled: what overlaps in a whole plan (generation.py); kernels bound by scalar arithmetic, which get no share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lily.doctor import limits
+from lily.doctor.cases import Case, numbers
+from lily.doctor.inputs import make_inputs
+from lily.doctor.limits import device_seconds, median_seconds
+from lily.doctor.runs import Bench, lacks_room, nbytes
+from lily.doctor.values import Array, encoded
+from lily.errors import DeviceError
+
+_LARGE = 256 << 10  # bytes of an argument that a cache might hold from one dispatch to the next
+_COPIES = 256
+_REPEATS = 32  # of a kernel without large arguments
+_CHOOSES = {"moe_gate_up": "logits", "moe_gemv": "ids", "moe_down": "ids"}  # the argument that chooses the experts
+# Bound by arithmetic or by one group, or the plan counts more bytes than they touch.
+_TIMED = frozenset(
+    ("gdn_scan", "gdn_scan_blocked", "gdn_conv", "route_group", "sample_filter", "top_logprobs", "last_row", "advance")
+)
+
+
+def measure(case: Case, bench: Bench) -> dict[str, Any]:
+    """Seconds of a dispatch, bytes or operations a second, and which limit binds it: memory, matrix, or none."""
+    no_room = lacks_room(3 * nbytes(case.tested) + 2 * limits.ARENA)
+    if no_room:
+        return {"status": "skipped", "text": no_room}
+    try:
+        seconds = _seconds(case, bench)
+    except DeviceError as problem:
+        return {"status": "error", "text": str(problem)}
+    return {"status": "measured", "shape": case.shape, "seconds": seconds, **_rates(case, bench, seconds)}
+
+
+def operations(case: Case) -> int:
+    """Floating-point operations of products on the matrix unit; 0 for other kernels."""
+    p, rows, name = numbers(case.tested), case.rows, case.kernel
+    work = 0
+    if name.startswith("gemm"):
+        work = 2 * rows * p["n"] * p["k"] * (2 if name == "gemm_swiglu" else 1)
+    elif name.startswith("moe_gemm"):
+        work = 2 * rows * p["active"] * p["n"] * p["k"] * (2 if name == "moe_gemm_gate_up" else 1)
+    elif name == "attn_prefill":
+        work = 4 * p["hq"] * p["dim"] * sum(case.position + m + 1 for m in range(rows))
+    return int(work)
+
+
+def share(rate: dict[str, Any], used: dict[str, Any]) -> float | None:
+    """Of a measured rate in the limit that binds it."""
+    keys = {"memory": ("bytes_per_s", "read_bytes_per_s"), "matrix": ("flop_per_s", "matrix_flop_per_s")}
+    if rate.get("bound") not in keys:
+        return None
+    value, limit = keys[rate["bound"]]
+    return float(rate[value] / used[limit]) if used[limit] else None
+
+
+def _rates(case: Case, bench: Bench, seconds: float) -> dict[str, Any]:
+    work = operations(case)
+    if work:
+        # Other products are done in float32 on the cpu device, and the router's everywhere.
+        unit = case.kernel != "gemm_f32" and (bench.policy.act == "bf16" or numbers(case.tested).get("bits") == 4)
+        return {"bound": "matrix" if unit else "arithmetic", "flop_per_s": work / seconds}
+    moved = case.tested.bytes_read + case.tested.bytes_written
+    if case.kernel in _TIMED or moved < _LARGE:
+        return {"bound": "start" if moved < _LARGE else "arithmetic"}
+    return {"bound": "memory", "bytes": moved, "bytes_per_s": moved / seconds}
+
+
+def _seconds(case: Case, bench: Bench) -> float:
+    first = encoded(case.tested, make_inputs(case, bench.policy), bench.policy)
+    contents = [first]
+    repeats = 1 if operations(case) else _repeats(case)
+    for i in range(1, repeats):
+        contents.append(_varied(case, bench, first, i))
+    with bench.recorded([case.tested] * repeats, contents) as (item, _):
+        return median_seconds(device_seconds(bench, item)) / repeats
+
+
+def _repeats(case: Case) -> int:
+    """As many copies as the arena has room for; experts that are chosen anew need no copy."""
+    large = sum(v.nbytes for v in case.tested.views if v.nbytes >= _LARGE)
+    return _REPEATS if case.kernel in _CHOOSES or not large else max(1, min(_COPIES, limits.ARENA // large))
+
+
+def _varied(case: Case, bench: Bench, first: dict[str, Array], turn: int) -> dict[str, Array]:
+    """The arguments of dispatch ``turn``: large ones in memory of their own, other experts."""
+    if operations(case):
+        return first
+    chooses = _CHOOSES.get(case.kernel)
+    out = dict(first)
+    for arg, view in zip(case.tested.kernel.args, case.tested.views, strict=True):
+        if arg.name == chooses:
+            out[arg.name] = first[arg.name].copy()
+            _choose_others(out[arg.name], turn, case)
+        elif view.nbytes >= _LARGE and not chooses:
+            out[arg.name] = first[arg.name].view()
+    return out
+
+
+def _choose_others(raw: Array, turn: int, case: Case) -> None:
+    """Logits turned by a few places, or ids counted on: experts that the turn before did not have."""
+    experts, active = case.config.num_experts, case.config.experts_per_token
+    if case.kernel == "moe_gate_up":
+        logits = raw.view(np.float32)
+        logits[:experts] = np.random.default_rng(turn).permutation(logits[:experts])
+    else:
+        ids = raw.view(np.int32)
+        ids[:] = (np.arange(len(ids)) + turn * active) % experts

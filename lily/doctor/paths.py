@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device and which of its paths are chosen on this machine, and why, in words; what to do if none opens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lily.device import ABI_VERSION, Device, choose_device, library_path
+from lily.doctor.machine import fingerprint
+from lily.errors import DeviceError
+from lily.msl.flatten import flatten
+
+_PACKAGE = Path(__file__).parent.parent
+
+_VARIABLES = (
+    "LILY_CPU", "LILY_METAL", "LILY_METAL_CAPTURE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "METAL_CAPTURE_ENABLED",
+    "MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION",
+)  # fmt: skip
+
+Way = tuple[str, str, str]  # what, its value, why
+
+
+def chosen(requested: str) -> dict[str, Any]:
+    """The device that ``requested`` means here; nothing is opened."""
+    name = choose_device(requested)
+    why = "asked for"
+    if requested == "auto":
+        why = f"auto is {name} on {'macOS' if sys.platform == 'darwin' else 'this system'}, without falling back"
+    return {"requested": requested, "name": name, "why": why, "environment": environment()}
+
+
+def environment() -> dict[str, str]:
+    """Variables that change what is chosen."""
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def opened(device: Device) -> dict[str, Any]:
+    """What an open device says about itself, and its ways with reasons."""
+    info = device.info
+    ways = _cpu_ways(info) if device.name == "cpu" else _gpu_ways(info)
+    return {
+        "info": info,
+        "library": _library(device.name),
+        "abi": ABI_VERSION,
+        "ways": [{"what": what, "value": value, "why": why} for what, value, why in ways],
+    }
+
+
+def remedy(name: str, error: str) -> str:
+    """What to do about a device that does not open."""
+    steps = []
+    if "make build" not in error and "missing" in error:
+        steps.append("build the device libraries with `make build`, or install the wheel for this system")
+    if name == "metal" and sys.platform != "darwin":
+        steps.append("the metal device needs macOS 15 or later on an M1 or later")
+    if name == "cuda":
+        steps.append("the cuda device is not part of this build")
+    if name != "cpu" and "--device cpu" not in error:
+        steps.append("use --device cpu to run on the processor")
+    if name == "metal" and sys.platform == "darwin":
+        steps.append("please send this report (lily doctor --json)")
+    return "; ".join(steps) or "please send this report (lily doctor --json)"
+
+
+def _gb(nbytes: str | int | None) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if isinstance(nbytes, int) else str(nbytes)
+
+
+def _library(name: str) -> str | None:
+    try:
+        return library_path(name).relative_to(_PACKAGE.parent).as_posix()
+    except (DeviceError, ValueError):
+        return None  # another build of it, given by path
+
+
+def _cpu_ways(info: dict[str, str | int]) -> list[Way]:
+    forced = os.environ.get("LILY_CPU")
+    isas = str(info.get("isas", ""))
+    rounds = info.get("isa") in ("amx", "avx512bf16")
+    return [
+        ("instruction set", str(info.get("isa")),
+         f"LILY_CPU={forced}" if forced else f"the first of what this processor has: {isas}"),
+        ("activations", "float32", "rounded to bfloat16 for products with 4-bit matrices" if rounds else "as they are"),
+        ("threads", str(info.get("threads")), "one for each usable processor, unless --threads says otherwise"),
+    ]  # fmt: skip
+
+
+def _gpu_ways(info: dict[str, str | int]) -> list[Way]:
+    matrix, _, why_not = str(info.get("matrix", "")).partition(", ")
+    reasons = {
+        "tensor": "this GPU has units for tensor operations, and the system's compiler takes them",
+        "simdgroup bfloat": "tensor operations are for family Apple10 and macOS 26.1 or later",
+        "simdgroup float": "this GPU has no bfloat arithmetic (before family Apple9)",
+        "as compiled": "the metallib decides",
+    }
+    shown: list[Way] = [
+        ("GPU", str(info.get("chip")), f"family {info.get('family')}"),
+        ("memory of the GPU", _gb(info.get("memory")), f"at most {_gb(info.get('max_buffer'))} in one buffer"),
+        ("shaders", str(info.get("shaders")), f"MSL {info.get('msl')}, text {fingerprint(flatten())}"),
+        ("matrix unit", matrix, why_not or reasons.get(matrix, "")),
+        ("pipeline cache", str(info.get("cache")), f"{info.get('cache_hits')} of {info.get('pipelines')} were in it"),
+        ("residency set", str(info.get("residency")), "keeps weights in the GPU's memory between requests"),
+        ("longest command buffer", f"{info.get('slice_ms')} ms", "for macOS's watchdog"),
+    ]
+    return [way for way in shown if "None" not in way[1]]
