@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: where things are, reproducible hypothesis, and the number of skipped tests.
+"""What all tests share: where things are, reproducible hypothesis, coverage of the shaders, number of skipped tests.
 
 Not handled: data for single tests; it lies with them.
 """
@@ -7,6 +7,7 @@ Not handled: data for single tests; it lies with them.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from hypothesis import settings
 # Before numpy is imported: its threads and those of the device would crowd each other out on two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+pytest_plugins = ["engine_device", "metal.shim"]
+
 ROOT = Path(__file__).resolve().parent.parent
+_COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders
 
 # The same examples on every machine: a failure seen once is seen by everyone.
 settings.register_profile("lily", derandomize=True, database=None, deadline=None)
@@ -42,8 +46,32 @@ def real_metadata() -> Path:
     return path
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run of all tests fails when they leave out too many lines of the shaders (msl_coverage.py)."""
+    if "msl_build" not in sys.modules:  # no shader ran
+        return
+    import msl_coverage
+
+    coverage = msl_coverage.measured()
+    if coverage is None:
+        return
+    coverage.write_uncovered()
+    whole = msl_coverage.is_whole(session)
+    lines = coverage.lines(table=whole)
+    if whole and coverage.share < msl_coverage.MINIMUM:
+        lines.append(f"FAILED: that is less than {msl_coverage.MINIMUM:.0%}")
+        if session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    session.config.stash[_COVERAGE] = lines
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name every reason for which tests were skipped, and how many there were, none included."""
+    """Print the coverage of the shaders, every reason for which tests were skipped, and how many, none included."""
+    coverage = terminalreporter.config.stash.get(_COVERAGE, [])
+    if coverage:
+        terminalreporter.section("shaders")
+    for line in coverage:
+        terminalreporter.line(line)
     skipped = terminalreporter.stats.get("skipped", [])
     reasons: dict[str, int] = {}
     for report in skipped:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ from lily.errors import DeviceError
 from lily.kernels import KERNELS
 from lily.msl.flatten import constant_name
 from lily.plan.views import Plan
+from lily.policy import POLICIES
 
 MAX_ARGS = 20
 
@@ -62,11 +63,12 @@ class EmulatedMetal(Device):
     ) -> None:  # fmt: skip
         self.act, self.metal, self.checked = act, metal, checked
         self.failure = ""
+        self.notes = {}
         self._names: list[bytes] = []  # kept alive: the library holds pointers to them
         self._provider = _PROVIDER(self._provide)
         runtime().msl_provide(self._provider)
         options: dict[str, object] = {"order": order, "seed": seed, "workers": workers}
-        super().__init__("metal", library=runtime_path(), checked=int(checked), late=int(late), **options)
+        super().__init__("emulated metal", library=runtime_path(), checked=int(checked), late=int(late), **options)
 
     def _provide(self, name: bytes, constants: Any, count: int, out: Any) -> int:
         """Compiles a kernel for the device; an error is kept, since none may cross the C code."""
@@ -112,14 +114,21 @@ class EmulatedMetal(Device):
 
 @contextmanager
 def emulated_engine(
-    model: Path | None, *, ablate: Sequence[str] = (), max_context: int = 4096, **options: Any
+    model: Path | None, *, act: str = "bf16", ablate: Sequence[str] = (), max_context: int = 4096, **options: Any
 ) -> Iterator[Engine]:
-    """An engine whose device is an EmulatedMetal with ``options``."""
+    """An engine whose device is an EmulatedMetal with ``act`` and ``options``.
+
+    Kernels are compiled when a list first names them: compiling all that any request could need takes a minute.
+    """
 
     def open_device(name: str, **_: object) -> Device:
-        return EmulatedMetal(**options)
+        return EmulatedMetal(act=act, **options)
 
-    with mock.patch("lily.engine.Device", open_device):
+    with (
+        mock.patch.dict(POLICIES, metal=replace(POLICIES["metal"], act=act)),
+        mock.patch("lily.engine.open_checked", open_device),
+        mock.patch("lily.engine.compile_kernels"),
+    ):
         engine = Engine(model, device="metal", ablate=ablate, max_context=max_context)
     with engine:
         yield engine

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lines of shaders/ the checked runs of this test session have executed.
+"""Which lines of shaders/ the checked runs of this test session have executed, and whether they are enough.
 
 Every statement of a shader sets a byte of its library when a checked kernel runs it (lily/msl/host.py).  A line counts
-as covered if any statement that begins on it ran, in any kernel, with any constants.  Not handled: unchecked runs,
-several test processes, branches inside an expression.
+as covered if any statement that begins on it ran, in any kernel, with any constants, from single kernels and from whole
+models alike.  conftest.py prints ``Coverage.lines()`` and lets a whole run fail below MINIMUM.
+Not handled: unchecked runs, several test processes, branches inside an expression.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from msl_build import CACHE, loaded_libraries, shader_source, translation
 
 UNCOVERED = CACHE / "uncovered.txt"
 VERSIONS = (320, 400)
+MINIMUM = 0.95  # of all lines, in a run of all tests
+TESTS = Path(__file__).parent
 
 Lines = dict[str, set[int]]
 
@@ -43,22 +48,51 @@ def all_lines() -> Lines:
     return lines
 
 
-def summary() -> list[str]:
-    """The table to print at the end of a session, [] if no checked kernel ran; writes the uncovered lines to a file."""
+@dataclass(frozen=True)
+class Coverage:
+    """Lines with statements, and those of them that ran, by shader file."""
+
+    wanted: Lines
+    ran: Lines
+
+    @property
+    def share(self) -> float:
+        """Of all lines, those that ran."""
+        return sum(map(len, self.ran.values())) / sum(map(len, self.wanted.values()))
+
+    def lines(self, table: bool) -> list[str]:
+        """What to print at the end of a session."""
+        total, seen = (sum(map(len, lines.values())) for lines in (self.wanted, self.ran))
+        head = f"line coverage of shaders/: {self.share:.1%} ({seen} of {total}; others: build/msl/{UNCOVERED.name})"
+        files = [
+            f"{len(self.ran[file]) / len(lines):7.1%}  {len(self.ran[file]):4} of {len(lines):4}  {file}"
+            for file, lines in sorted(self.wanted.items())
+        ]
+        return [head, *(files if table else [])]
+
+    def write_uncovered(self) -> None:
+        """Lists the lines that did not run, for who wants to test them."""
+        missing = [f"{f}:{n}\n" for f, lines in sorted(self.wanted.items()) for n in sorted(lines - self.ran[f])]
+        UNCOVERED.parent.mkdir(parents=True, exist_ok=True)
+        UNCOVERED.write_text("".join(missing))
+
+
+def measured() -> Coverage | None:
+    """The coverage of this session; None if it ran no checked kernel of shaders/."""
     executed = executed_lines()
-    wanted = all_lines() if executed else {}
-    wanted = {file: lines for file, lines in wanted.items() if Path(file).suffix in (".metal", ".h") and lines}
-    if not any(executed.get(file) for file in wanted):
-        return []
-    table, missing, seen, total = [], [], 0, 0
-    for file, lines in sorted(wanted.items()):
-        hit = lines & executed.get(file, set())
-        seen, total = seen + len(hit), total + len(lines)
-        table.append(f"{len(hit) / len(lines):7.1%}  {len(hit):4} of {len(lines):4}  {file}")
-        missing += [f"{file}:{line}\n" for line in sorted(lines - hit)]
-    UNCOVERED.parent.mkdir(parents=True, exist_ok=True)
-    UNCOVERED.write_text("".join(missing))
-    return [
-        f"line coverage of shaders/: {seen / total:.1%} ({seen} of {total}; the others: build/msl/{UNCOVERED.name})",
-        *table,
-    ]
+    if not executed:
+        return None
+    shaders = {file: lines for file, lines in all_lines().items() if Path(file).suffix in (".metal", ".h") and lines}
+    ran = {file: lines & executed.get(file, set()) for file, lines in shaders.items()}
+    return Coverage(shaders, ran) if any(ran.values()) else None
+
+
+def is_whole(session: pytest.Session) -> bool:
+    """Whether the session ran all tests of the shaders, to their end; only then a low coverage says anything."""
+    config = session.config
+    chosen = any(config.getoption(name, None) for name in ("keyword", "deselect", "lf", "stepwise"))
+    chosen |= config.getoption("markexpr", "") not in ("", "not full")
+    folders = all(Path(config.invocation_params.dir, a).is_dir() for a in config.args)
+    wanted = {p.name for p in [*TESTS.glob("test_shaders_*.py"), TESTS / "test_emulated_models.py"]}
+    collected = {item.path.name for item in session.items}
+    return folders and not chosen and not session.shouldstop and not session.shouldfail and wanted <= collected
