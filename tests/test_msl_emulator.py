@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -187,6 +188,23 @@ def test_tensor_operations_that_read_beyond_their_operands_along_k_are_found(che
     np.testing.assert_allclose(out["c"], want, atol=1e-4)
     with pytest.raises(EmulatorError, match="along k"):
         _product("ends_within_a_step", 16, 32, 48, (1,), 32, checked=checked)
+
+
+def test_threads_that_have_run_kernels_leave_nothing_behind() -> None:
+    """Stacks of a host thread take a thousand mappings; a process may have some sixty thousand."""
+    failed: list[BaseException] = []
+
+    def multiply() -> None:
+        try:
+            _product("simdgroup_product", 16, 16, 8, (1,), 32)
+        except BaseException as problem:
+            failed.append(problem)
+
+    for _ in range(80):
+        thread = Thread(target=multiply)
+        thread.start()
+        thread.join()
+    assert not failed
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -167,7 +167,7 @@ MSL_EXPORT void msl_provide(MslProvider p) { provider = p; }
 
 // Exact sizes of the views of the next dispatches to be recorded; without them a view reaches to its buffer's end.
 MSL_EXPORT void msl_announce(const uint64_t *bytes, uint32_t count) {
-    announced.insert(announced.end(), bytes, bytes + count);
+    announced.assign(bytes, bytes + count); // those of a list that was refused go
 }
 
 // Bytes moved by dispatch `i` of the last submission; 0 beyond the last.

@@ -16,7 +16,8 @@ enum { ARENA = 1 << 17, SLOTS = 64 };
 struct Worker : MslGroup {
     MslEntry entry;
     void *main_stack;
-    uint8_t *stacks;
+    void *stack_memory;
+    uint8_t *stacks; // in it, aligned
     MslSimdgroup *simdgroups;
     uint32_t simdgroup_count, thread_count, live, current;
     uint64_t random;

@@ -180,21 +180,37 @@ static void meet_group(MslOp *op, uint32_t target, uint32_t flags, MslSite site)
     yield(w, l);
 }
 
+enum : size_t { STACK_BYTES = (size_t)(MSL_MAX_THREADS + 1) * MSL_STACK };
+
 static Worker *new_worker() {
     Worker *w = new Worker();
-    size_t bytes = (size_t)(MSL_MAX_THREADS + 1) * MSL_STACK;
-    void *stacks = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *stacks = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     void *arena = mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (stacks == MAP_FAILED || arena == MAP_FAILED) {
         perror("emulator: mmap");
         abort();
     }
+    w->stack_memory = stacks;
     w->stacks = (uint8_t *)(((uintptr_t)stacks + MSL_STACK - 1) & ~(uintptr_t)(MSL_STACK - 1));
     for (int i = 0; i < MSL_MAX_THREADS; i++) mprotect(w->stacks + (size_t)i * MSL_STACK, 4096, PROT_NONE);
     w->arena = (uint8_t *)arena;
     w->simdgroups = new MslSimdgroup[MSL_MAX_THREADS / 32];
     return w;
 }
+
+// A system thread's worker ends with it: the guard pages alone are a thousand mappings, of which a process may not have
+// many.
+struct OwnWorker {
+    Worker *it = nullptr;
+
+    ~OwnWorker() {
+        if (!it) return;
+        munmap(it->stack_memory, STACK_BYTES);
+        munmap(it->arena, ARENA);
+        delete[] it->simdgroups;
+        delete it;
+    }
+};
 
 static uint8_t *take_arena(Worker *w, uint32_t bytes, uint32_t align) {
     uint32_t at = (w->arena_used + align - 1) & ~(align - 1);
@@ -289,10 +305,10 @@ struct Queue {
 };
 
 static void work(const MslLaunch *launch, MslEntry entry, Queue *queue, uint32_t number) {
-    static thread_local Worker *mine;
-    if (!mine) mine = new_worker();
+    static thread_local OwnWorker mine;
+    if (!mine.it) mine.it = new_worker();
     catch_crashes();
-    Worker *w = worker = mine;
+    Worker *w = worker = mine.it;
     w->launch = launch, w->entry = entry, w->too_large = false;
     w->random = (launch->seed + number * 7919ull) * 0x9E3779B97F4A7C15ull + 1;
     for (uint32_t group; queue->take(group);) run_group(w, group);
