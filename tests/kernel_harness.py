@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs single kernels of a device on numpy arrays, for the kernel tests.
+"""Runs single kernels of a device on numpy arrays, for the kernel tests: devices, structures, bf16.
 
-Every buffer is followed by a guard zone and read-only arguments must come back unchanged, so that a kernel that writes
-outside of its outputs fails whatever the test looks at.  Not handled: whole plans (tests of the engine).
+Guard zones and read-only arguments are checked (kernel_calls.py).  Not handled: whole plans (tests of the engine).
 """
 
 from __future__ import annotations
@@ -11,23 +10,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from conftest import ROOT
+from kernel_calls import Array, Call, run_calls
 
-from lily.device import Buffer, Device, library_path
+from lily.device import Device, library_path
 from lily.errors import DeviceError
 from lily.kernels import KERNELS, STRUCTS
-from lily.plan.views import Dispatch, Plan, View
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-GUARD = 512  # bytes behind every buffer
-_GUARD_BYTE = 0xA5
 _KINDS = {"i32": np.int32, "u32": np.uint32, "f32": np.float32}
 
 
@@ -94,54 +88,14 @@ def run(
 
     Arguments that share one array share its memory.  AssertionError if the kernel wrote where it must not.
     """
-    kernel = KERNELS[name]
-    params, constants = params or {}, constants or {}
-    assert set(args) == {a.name for a in kernel.args}, f"arguments of {name}: {[a.name for a in kernel.args]}"
-    assert set(params) == {p for p, _ in kernel.params}, f"parameters of {name}: {kernel.params}"
-    assert set(constants) == set(kernel.constants), f"constants of {name}: {kernel.constants}"
-    buffers: dict[str, Buffer] = {}
-    for array in args.values():
-        key = str(id(array))
-        if key not in buffers:
-            buffers[key] = buffer = device.buffer(array.nbytes + GUARD)
-            buffer.bytes[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-            buffer.bytes[array.nbytes :] = _GUARD_BYTE
-    try:
-        _dispatch(device, name, args, buffers, params, constants, grid)
-        return _results(name, args, buffers)
-    finally:
-        for buffer in buffers.values():
-            buffer.free()
+    return run_call(device, Call(name, args, params or {}, constants or {}, grid))
 
 
-def _dispatch(
-    device: Device, name: str, args: Mapping[str, Array], buffers: Mapping[str, Buffer],
-    params: Mapping[str, int | float], constants: Mapping[str, int], grid: Sequence[int],
-) -> None:  # fmt: skip
-    kernel = KERNELS[name]
-    shape = (*grid, 1, 1)[:3]
-    views = tuple(View(str(id(args[a.name])), 0, args[a.name].nbytes) for a in kernel.args)
-    values = tuple(int(constants[c]) for c in kernel.constants), views, tuple(params[p] for p, _ in kernel.params)
-    dispatch = Dispatch(kernel, name, *values, (shape[0], shape[1], shape[2]), (1, 1, 1))
-    recorded = device.record(Plan(name, (replace(dispatch, barrier=True),), 0), buffers)
-    try:
-        assert device.wait(device.submit([recorded]), 120), f"{name} did not finish"
-    finally:
-        recorded.free()
-
-
-def _results(name: str, args: Mapping[str, Array], buffers: Mapping[str, Buffer]) -> dict[str, Array]:
-    kernel, out = KERNELS[name], {}
-    written = {id(args[a.name]) for a in kernel.args if a.writes}
-    for a in kernel.args:
-        array, contents = args[a.name], buffers[str(id(args[a.name]))].bytes
-        assert (contents[array.nbytes :] == _GUARD_BYTE).all(), f"{name} wrote beyond the end of {a.name}"
-        after = contents[: array.nbytes].copy().view(array.dtype).reshape(array.shape)
-        if a.writes:
-            out[a.name] = after
-        elif id(array) not in written:
-            assert after.tobytes() == array.tobytes(), f"{name} changed {a.name}, which it may only read"
-    return out
+def run_call(device: Device, call: Call) -> dict[str, Array]:
+    """Runs one call as ``run`` does."""
+    written = {a.name for a in KERNELS[call.kernel].args if a.writes}
+    out = run_calls(device, [call])[0]
+    return {name: array for name, array in out.items() if name in written}
 
 
 # ---- bf16 -----------------------------------------------------------------------------------------------------------

@@ -10,24 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from kernel_calls import Call, run_calls
 
 from lily.device import Device
-from lily.kernels import KERNELS
-from lily.plan.views import Dispatch, Plan, View
 
 Array = Any
-
-
-@dataclass
-class Call:
-    """One dispatch: arrays by argument name; arguments that the kernel writes are given with their shape's contents."""
-
-    kernel: str
-    arrays: dict[str, Array]
-    params: dict[str, float]
-    constants: dict[str, int]
-    grid: tuple[int, ...]
-    barrier: bool = True
 
 
 def run(device: Device, *calls: Call, poison: int | None = 0xFF) -> list[dict[str, Array]]:
@@ -36,48 +23,7 @@ def run(device: Device, *calls: Call, poison: int | None = 0xFF) -> list[dict[st
     Equal array objects are one buffer.  Buffers of arguments that are written and never read are filled with ``poison``
     first, so that what a kernel did not write shows (0xFF makes NaN).
     """
-    buffers: dict[str, Any] = {}
-    names: dict[int, str] = {}
-    dispatches = []
-    for call in calls:
-        table = KERNELS[call.kernel]
-        assert set(call.arrays) == {a.name for a in table.args}, call.kernel
-        views = []
-        for a in table.args:
-            array = call.arrays[a.name]
-            name = names.setdefault(id(array), f"b{len(names)}")
-            if name not in buffers:
-                buffers[name] = device.buffer(array.nbytes)
-                buffers[name].bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                if a.access == "w" and poison is not None:
-                    buffers[name].bytes[:] = poison
-            views.append(View(name, 0, array.nbytes))
-        dispatches.append(
-            Dispatch(
-                kernel=table,
-                label=call.kernel,
-                constants=tuple(call.constants[c] for c in table.constants),
-                views=tuple(views),
-                params=tuple(call.params[p] for p, _ in table.params),
-                grid=(*call.grid, 1, 1)[:3],  # type: ignore[arg-type]
-                threads=(1, 1, 1),
-                barrier=call.barrier,
-            )
-        )
-    recorded = device.record(Plan("test", tuple(dispatches), 0), buffers)
-    assert device.wait(device.submit([recorded]), timeout=60)
-    results = []
-    for call in calls:
-        outputs = {}
-        for a in KERNELS[call.kernel].args:
-            if a.writes:
-                array = call.arrays[a.name]
-                outputs[a.name] = buffers[names[id(array)]].array(array.dtype).reshape(array.shape).copy()
-        results.append(outputs)
-    recorded.free()
-    for buffer in buffers.values():
-        buffer.free()
-    return results
+    return run_calls(device, calls, poison=poison)
 
 
 # ---- quantised matrices ---------------------------------------------------------------------------------------------

@@ -208,17 +208,21 @@ def translation(source: str, metal: int, checked: bool, resolve: Resolver | None
 
 def kernel_library(
     kernel: str, constants: Mapping[str, Any], *, act: str = "bf16", metal: int = 320, checked: bool = False,
-    source: str | None = None, resolve: Resolver | None = None, flags: Sequence[str] = (),
+    source: str | None = None, resolve: Resolver | None = None, flags: Sequence[str] = (), alone: bool | None = None,
 ) -> Library:  # fmt: skip
-    """One kernel with its function constants by the name the shader uses, compiled and loaded."""
-    items = tuple(sorted(constants.items()))
-    return _load(kernel, items, source, act, metal, checked, resolve, tuple(flags))
+    """One kernel with its function constants by the name the shader uses, compiled and loaded.
+
+    ``alone``: without the other kernels, which may have further constants.  Those of a test's own ``source`` are few
+    and small: one library has them all, unless it is said.
+    """
+    items, alone = tuple(sorted(constants.items())), source is None if alone is None else alone
+    return _load(kernel, items, source, act, metal, checked, resolve, tuple(flags), alone)
 
 
 @cache
 def _load(
     kernel: str, constants: tuple[tuple[str, Any], ...], own_source: str | None, act: str, metal: int, checked: bool,
-    resolve: Resolver | None, flags: tuple[str, ...],
+    resolve: Resolver | None, flags: tuple[str, ...], alone: bool,
 ) -> Library:  # fmt: skip
     source = own_source or shader_source(act)
     clang = compiler()
@@ -232,9 +236,8 @@ def _load(
         clang, *_flags(checked), *flags, "-include-pch", str(_precompiled(checked, flags)), "-shared",
         str(library), f"-Wl,-rpath,{library.parent}", "-Wl,-z,defs", "-lm",
     ]  # fmt: skip
-    # Kernels of a test's own source are few and small: one library has them all.
-    made = host_source(translated, None if own_source else {kernel}, dict(constants))
-    path = _compile(made.text, ".so", command, "source" if own_source else kernel)
+    made = host_source(translated, {kernel} if alone else None, dict(constants))
+    path = _compile(made.text, ".so", command, kernel if alone else "source")
     runtime()
     handle = ctypes.CDLL(str(path))
     table = (_Kernel * (len(names) + 1)).in_dll(handle, "msl_kernels")

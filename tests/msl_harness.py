@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the Metal kernels of shaders/ on the CPU, on numpy arrays: the harness of all shader tests.
+"""Runs the Metal kernels of shaders/ on numpy arrays: the harness of all shader tests.
 
     from msl_harness import run, bf16, step
 
@@ -16,6 +16,10 @@
     out.bytes_read, out.bytes_written                  # all bytes moved, and (checked) each byte once:
     out.distinct_read, out.distinct_written
 
+* Two backends, chosen by LILY_SHADERS: ``emulator``, on the CPU, with all options; ``device``, the default on a Mac, is
+  the library of the metal device, on the GPU (msl_device.py).  The device ignores ``order``, ``seed``, ``workers`` and
+  ``checked``, and skips the test where it gives a source of its own or looks at bytes moved.  ``needs_shaders`` skips
+  where neither is at hand, ``needs_emulator`` where every access must be checked, or the emulator is the subject.
 * Arrays: ``act`` and ``bf16`` arguments are ml_dtypes.bfloat16 (``act`` is float32 with act="f32"), ``f32 i32 u32``
   as they say, ``q qrows u8`` any bytes (layout "rows" of lily/weights.py), ``Step Request Output`` structured arrays
   (``step()``, ``request()`` of kernel_harness).  Shapes are free; the harness checks dtypes.
@@ -29,13 +33,15 @@
   says that no barrier stands before it: hazards with the dispatches since the last one are then reported.
 * Compiled kernels are cached in build/msl by the hash of their source; the first use of a kernel costs 1–2 seconds.
 
-Not handled: whole plans (emulated_device.py), speed.  Needs clang++-19 (or $LILY_CLANG, clang 17 and later); without
-one ``needs_clang`` skips.
+Not handled: whole plans (metal/engine.py), speed.  The emulator needs Linux and clang++-19, or a
+$LILY_CLANG of version 17 and later.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +49,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_calls import Array, Call, check_names
 from kernel_harness import request, step
 from msl_build import Library, compiler, kernel_library, located, runtime, translation
 
@@ -51,18 +58,42 @@ from lily.kernels import KERNELS
 from lily.msl.flatten import constant_name
 from lily.msl.preprocess import Resolver
 
-__all__ = ["Call", "EmulatorError", "Run", "bf16", "needs_clang", "request", "run", "run_many", "step"]
+__all__ = [
+    "ORDERS", "SLACK", "Array", "Call", "EmulatorError", "Run", "backend", "bf16", "matrix_operands", "needs_clang",
+    "needs_emulator", "needs_shaders", "request", "run", "run_many", "same_result", "step",
+]  # fmt: skip
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-ORDERS = {"forward": 0, "reverse": 1, "random": 2}
+_ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 CHECK, LAX, RANDOM_LAYOUT = 1, 2, 4
 BUFFERS = 31
 BUFFER = 1  # kind of an argument in msl_bind.h
 GUARD = 4096  # bytes around every buffer in an unchecked run
 _GUARD_BYTE = 0xA5
 
-needs_clang = pytest.mark.skipif(compiler() is None, reason="no clang++ of version 17 or later; install clang-19")
+
+def backend() -> str:
+    """``emulator`` or ``device``."""
+    chosen = os.environ.get("LILY_SHADERS") or ("device" if sys.platform == "darwin" else "emulator")
+    if chosen not in ("emulator", "device"):
+        raise ValueError(f"LILY_SHADERS is {chosen!r}; allowed: emulator, device")
+    return chosen
+
+
+# Orders of lanes, simdgroups and groups that tests go through; a device has its own.
+ORDERS = tuple(_ORDERS) if backend() == "emulator" else ("forward",)
+
+# How much less exact float32 results may be than on the emulator, whose host computes functions and divisions to within
+# one unit in the last place: in relaxed math Metal promises four for precise functions and two and a half for a
+# division, and may reassociate sums.  Tests multiply the tolerances that are that tight with it.
+SLACK = 4.0 if backend() == "device" and sys.platform == "darwin" else 1.0
+
+_NO_EMULATOR = (
+    "the emulator of the shaders runs on Linux only" if sys.platform == "darwin"
+    else "no clang++ of version 17 or later; install clang-19"
+)  # fmt: skip
+needs_clang = pytest.mark.skipif(compiler() is None, reason=_NO_EMULATOR)
+needs_shaders = needs_clang if backend() == "emulator" else pytest.mark.skipif(False, reason="a device is opened")
+needs_emulator = needs_clang if backend() == "emulator" else pytest.mark.skip("only the emulator checks every access")
 
 
 class EmulatorError(AssertionError):
@@ -85,32 +116,34 @@ class Launch(ctypes.Structure):
 
 
 @dataclass
-class Call:
-    """One dispatch; see the module's text. ``threads`` may be smaller than the kernel's maximum."""
-
-    kernel: str
-    arrays: Mapping[str, Array]
-    params: Mapping[str, float] = field(default_factory=dict)
-    constants: Mapping[str, int] = field(default_factory=dict)
-    grid: Sequence[int] = (1,)
-    threads: Sequence[int] = (32,)
-    barrier: bool = True
-    threadgroup: Mapping[int, int] = field(default_factory=dict)  # bytes of threadgroup arguments, by index
-
-
-@dataclass
 class Run:
-    """What a dispatch left: written arrays by argument name, and how many bytes it moved."""
+    """What a dispatch left: written arrays by argument name, and how many bytes it moved (on the emulator)."""
 
     arrays: dict[str, Array]
     reports: list[str] = field(default_factory=list)
-    bytes_read: int = 0
-    bytes_written: int = 0
-    distinct_read: int = 0
-    distinct_written: int = 0
+    counts: tuple[int, ...] | None = None
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
+
+    def _count(self, index: int) -> int:
+        if self.counts is None:
+            pytest.skip("a device does not count the bytes that it moves")
+        return self.counts[index]
+
+    bytes_read = property(lambda self: self._count(0))
+    bytes_written = property(lambda self: self._count(1))
+    distinct_read = property(lambda self: self._count(2))
+    distinct_written = property(lambda self: self._count(3))
+
+
+def same_result(got: Array, want: Array) -> bool:
+    """Whether two specialisations of a kernel computed the same: the same bits, up to the order of sums on a GPU."""
+    if SLACK == 1:
+        return got.shape == want.shape and got.tobytes() == want.tobytes()
+    last_place = 2.0**-7 if got.dtype == ml_dtypes.bfloat16 else 2.0**-17
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    return bool(np.allclose(a, b, rtol=last_place, atol=last_place / 8, equal_nan=True))
 
 
 def bf16(values: Any) -> Array:
@@ -154,6 +187,10 @@ def run_many(
     With ``raises`` false, reports are returned and raise nothing; ``lax`` allows divergent simdgroup functions;
     ``resolve`` finds what ``source`` includes.
     """
+    for call in calls:
+        _check(call, act)
+    if backend() == "device":
+        return _run_on_device(calls, act, metal, poison, own=source is not None or lax or not raises)
     memory = _Memory(checked)
     runtime().msl_clear_reports()
     runtime().msl_device_barrier()
@@ -166,8 +203,8 @@ def run_many(
             library = kernel_library(
                 call.kernel, constants, act=act, metal=metal, checked=checked, source=source, resolve=resolve
             )
-            launch = _launch(call, library, memory, act, poison)
-            launch.order, launch.seed, launch.workers = ORDERS[order], seed, workers
+            launch = _launch(call, library, memory, poison)
+            launch.order, launch.seed, launch.workers = _ORDERS[order], seed, workers
             launch.flags = CHECK * checked + LAX * lax + RANDOM_LAYOUT * (order == "random")
             results.append(_dispatch(call, launch, library))
         reports = [located(line) for line in runtime().msl_reports().decode().splitlines()] + memory.damage()
@@ -180,6 +217,21 @@ def run_many(
     return results
 
 
+def _run_on_device(calls: Sequence[Call], act: str, metal: int, poison: int | None, own: bool) -> list[Run]:
+    from msl_device import run_on_device  # which imports what builds the shim
+
+    if own:
+        pytest.skip("sources of the tests' own are run by the emulator only")
+    return [Run(arrays) for arrays in run_on_device(calls, act, metal, poison)]
+
+
+def matrix_operands(metal: int = 320) -> str:
+    """bf16 or f32: what the matrix units that the shaders run on multiply."""
+    from msl_device import matrix_operands
+
+    return matrix_operands(metal) if backend() == "device" else "bf16"
+
+
 def _dispatch(call: Call, launch: Launch, library: Library) -> Run:
     limit = library.max_threads or (KERNELS[call.kernel].max_threads if call.kernel in KERNELS else 1024)
     count = int(np.prod(launch.group_size[:]))
@@ -190,16 +242,23 @@ def _dispatch(call: Call, launch: Launch, library: Library) -> Run:
     runtime().msl_dispatch(library.entry, ctypes.byref(launch))
     counts = (ctypes.c_uint64 * 4)()
     runtime().msl_counts(counts)
-    return Run({}, [], *counts)
+    return Run({}, [], tuple(counts))
 
 
-def _launch(call: Call, library: Library, memory: _Memory, act: str, poison: int | None) -> Launch:
+def _check(call: Call, act: str) -> None:
+    """Raises unless a call of the table's kernel has what its row says."""
+    table = KERNELS.get(call.kernel)
+    if table:
+        check_names(call)
+        for argument in table.args:
+            _check_dtype(call.kernel, argument, call.arrays[argument.name], act)
+
+
+def _launch(call: Call, library: Library, memory: _Memory, poison: int | None) -> Launch:
     launch = Launch()
     launch.name = call.kernel.encode()
     table = KERNELS.get(call.kernel)
     names = [a.name for a in table.args] if table else list(call.arrays)
-    if set(names) != set(call.arrays):
-        raise ValueError(f"{call.kernel} takes the arrays {names}, got {sorted(call.arrays)}")
     readonly = {index: constant for kind, index, constant, _ in library.arguments if kind == BUFFER}
     arrays: list[tuple[str, Array, bool, int | None]] = []
     for i, name in enumerate(names):
@@ -207,15 +266,11 @@ def _launch(call: Call, library: Library, memory: _Memory, act: str, poison: int
         writes, fill = not readonly.get(i, True), None
         if table:
             argument = table.args[i]
-            _check_dtype(call.kernel, argument, array, act)
             writes, fill = argument.writes, poison if argument.access == "w" else None
         arrays.append((name, array, writes, fill))
-    if table:
-        _check_names(call.kernel, "parameters", [n for n, _ in table.params], call.params)
-        _check_names(call.kernel, "constants", list(table.constants), call.constants)
-        if table.params:
-            packed = pack_params(table, [_number(call.params[n], t) for n, t in table.params])
-            arrays.append(("params", np.frombuffer(packed, np.uint8), False, None))
+    if table and table.params:
+        packed = pack_params(table, [_number(call.params[n], t) for n, t in table.params])
+        arrays.append(("params", np.frombuffer(packed, np.uint8), False, None))
     for i, (name, array, writes, fill) in enumerate(arrays):
         launch.buffers[i], launch.bytes[i] = memory.place(i, name, array, writes, fill)
     groups, threads = ((*v, 1, 1)[:3] for v in (call.grid, call.threads))
@@ -224,11 +279,6 @@ def _launch(call: Call, library: Library, memory: _Memory, act: str, poison: int
     for index, size in call.threadgroup.items():
         launch.threadgroup_bytes[index] = size
     return launch
-
-
-def _check_names(kernel: str, kind: str, wanted: list[str], given: Mapping[str, float]) -> None:
-    if set(given) != set(wanted):
-        raise ValueError(f"{kernel} takes the {kind} {wanted}, got {sorted(given)}")
 
 
 def _number(value: float, kind: str) -> int | float:

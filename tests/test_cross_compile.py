@@ -56,7 +56,7 @@ def test_device_libraries_compile_and_link_without_warnings(
     target: str, build_rules: ModuleType, tmp_path: Path
 ) -> None:
     toolchain = build_rules.Toolchain(zig(target), machine="aarch64", system=TARGETS[target], flags=("-Werror",))
-    for library in build_rules.device_libraries():
+    for library in build_rules.device_libraries("Linux"):  # without Metal, whatever this is (test_metal_api.py)
         built = library.build(toolchain, tmp_path / library.name)
         assert built.stat().st_size > 0
         compiled = {path.stem for path in built.parent.glob("*.o")}

@@ -6,9 +6,12 @@ Expected values: float64 softmax with a stable sort, and a grouping written with
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, isa_paths, open_device, run, same_bits, step
+from kernel_harness import Array, fill, isa_paths, open_device, run_call, same_bits
+from routing_calls import check_grouping, expected, group_call, random_logits, topk_call
 
 from lily.device import Device
 
@@ -18,28 +21,9 @@ def device(request: pytest.FixtureRequest) -> Device:
     return open_device(request.param)
 
 
-def topk(
-    device: Device, logits: Array, active: int, renorm: bool = True, rows: int | None = None
-) -> tuple[Array, Array]:
-    m, experts = logits.shape[0], logits.shape[1] - 1
-    args = {
-        "step": step(0, m if rows is None else rows), "logits": logits, "ids": fill((m, active), np.int32),
-        "weights": fill((m, active)),
-    }  # fmt: skip
-    out = run(device, "route_topk", args, {"experts": experts, "active": active, "renorm": int(renorm)}, grid=(m,))
+def topk(device: Device, *given: Any, **more: Any) -> tuple[Array, Array]:
+    out = run_call(device, topk_call(*given, **more))
     return out["ids"], out["weights"]
-
-
-def expected(logits: Array, active: int, renorm: bool) -> tuple[Array, Array]:
-    x = logits[:, :-1].astype(float)
-    e = np.exp(x - x.max(-1, keepdims=True))
-    ids = np.argsort(-x, -1, kind="stable")[:, :active]
-    chosen = np.take_along_axis(e, ids, -1)
-    return ids, chosen / (chosen if renorm else e).sum(-1, keepdims=True)
-
-
-def random_logits(rows: int, experts: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).normal(0, 1.5, (rows, experts + 1)).astype(np.float32)
 
 
 @pytest.mark.parametrize("renorm", [True, False])
@@ -109,28 +93,8 @@ def test_rows_beyond_the_step_are_left_alone(device: Device) -> None:
 # ---- grouping -------------------------------------------------------------------------------------------------------
 
 
-def group(
-    device: Device, ids: Array, experts: int, tile: int, spare: int = 3, rows: int | None = None
-) -> dict[str, Array]:
-    m, active = ids.shape
-    blocks = -(-m * active // tile) + min(experts, m * active) + spare
-    args = {
-        "step": step(0, m if rows is None else rows), "ids": ids, "offsets": fill(experts + 1, np.int32),
-        "order": fill(m * active, np.int32), "blocks": fill((blocks, 2), np.int32),
-    }  # fmt: skip
-    params = {"experts": experts, "active": active, "tile_m": tile, "max_blocks": blocks}
-    return run(device, "route_group", args, params)
-
-
-def check_grouping(out: dict[str, Array], ids: Array, experts: int, tile: int) -> None:
-    flat = ids.reshape(-1)
-    n = len(flat)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=experts))])
-    np.testing.assert_array_equal(out["offsets"], offsets)
-    np.testing.assert_array_equal(out["order"][:n], np.argsort(flat, kind="stable"))
-    want = [(e, at) for e in range(experts) for at in range(offsets[e], offsets[e + 1], tile)]
-    want += [(-1, 0)] * (len(out["blocks"]) - len(want))
-    np.testing.assert_array_equal(out["blocks"], want)
+def group(device: Device, *given: Any, **more: Any) -> dict[str, Array]:
+    return run_call(device, group_call(*given, **more))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 33, 512])

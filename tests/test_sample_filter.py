@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, isa_paths, open_device, request, run
+from kernel_harness import Array, isa_paths, open_device, run_call
+from sampling_calls import filter_call, kept_after, kept_by, normal_logits
 
 from lily.device import Device
 
@@ -22,44 +23,12 @@ def device(request: pytest.FixtureRequest) -> Device:
     return open_device(request.param)
 
 
-def normal_logits(count: int, scale: float = 2, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).normal(0, scale, count).astype(np.float32)
-
-
 def sample_filter(
     device: Device, y: Array, vocab: int | None = None, groups: int = 3, **fields: Any
 ) -> tuple[Array, Array]:
     """Which ids are kept, and the cut."""
-    vocab = len(y) if vocab is None else vocab
-    stats = np.full((groups, 4), -np.inf, np.float32)
-    stats[:, 1] = stats[:, 3] = 0
-    stats[groups // 2, 2] = y[:vocab].max()
-    req = request(vocab, **{"temperature": 1, **fields})
-    args = {"request": req, "y": y, "stats": stats, "cut": fill(2)}
-    cut = run(device, "sample_filter", args, {"count": len(y), "groups": groups})["cut"]
-    ids = np.arange(vocab)
-    with np.errstate(invalid="ignore"):
-        return (y[:vocab] > cut[0]) | ((y[:vocab] == cut[0]) & (ids <= cut[1:].view(np.int32)[0])), cut
-
-
-def kept_by(y: Array, top_p: float = 1, min_p: float = 0, top_k: int = 0) -> tuple[Array, float]:
-    """The expected set, and how close the top-p boundary is to going the other way (in probability)."""
-    y64 = y.astype(float)
-    order = np.argsort(-y64, kind="stable")
-    p = np.exp(y64 - y64.max())
-    mass = np.cumsum(p[order]) / p.sum()
-    n, margin = len(y), 1.0
-    if top_p < 1:
-        reach = np.float64(np.float32(top_p))
-        n = int(np.argmax(mass >= reach)) + 1
-        margin = float(np.abs(mass - reach).min())
-    if min_p > 0:
-        n = min(n, int((y64 >= y64.max() + np.log(np.float64(np.float32(min_p)))).sum()))
-    if top_k > 0:
-        n = min(n, top_k)
-    keep = np.zeros(len(y), bool)
-    keep[order[:n]] = True
-    return keep, margin
+    cut = run_call(device, filter_call(y, vocab, groups, **fields))["cut"]
+    return kept_after(cut, y[:vocab]), cut
 
 
 @pytest.mark.parametrize("scale", [0.01, 1, 4, 20])

@@ -11,13 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_harness import OUTPUT, STEP, Array, fill, isa_paths, open_device, request, run, same_bits, step
+from kernel_harness import Array, fill, isa_paths, open_device, request, run, run_call, same_bits, step
+from sampling_calls import (
+    NO_ID,
+    advance_call,
+    argmax_call,
+    draw_call,
+    gumbel,
+    log_total,
+    logits_call,
+    normal_logits,
+    philox,
+    score_call,
+    winner,
+)  # fmt: skip
 from scipy.stats import chisquare
 
 from lily.device import Device
 from lily.kernels import MAX_TOP_LOGPROBS, OUTPUT_RING, STATUS_NONFINITE, STATUS_OK, STATUS_STOP
-
-NO_ID = 0x7FFFFFFF
 
 
 @pytest.fixture(params=isa_paths())
@@ -30,23 +41,11 @@ def best_path() -> Device:
     return open_device()
 
 
-def normal_logits(count: int, scale: float = 2, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).normal(0, scale, count).astype(np.float32)
-
-
-def winner(best: Array) -> int:
-    """The id that the groups' results reduce to: greatest value, then lowest id."""
-    ids = best[:, 1].copy().view(np.int32)
-    return min(zip(-best[:, 0], ids, strict=True))[1]
-
-
 # ---- argmax ---------------------------------------------------------------------------------------------------------
 
 
-def argmax(device: Device, logits: Array, vocab: int, size: int) -> tuple[Array, Array]:
-    groups = -(-len(logits) // size)
-    args = {"request": request(vocab), "logits": logits, "best": fill((groups, 2)), "flags": fill(groups, np.int32)}
-    out = run(device, "argmax", args, {"slice": size}, grid=(groups,))
+def argmax(device: Device, *given: Any) -> tuple[Array, Array]:
+    out = run_call(device, argmax_call(*given))
     return out["best"], out["flags"]
 
 
@@ -91,25 +90,8 @@ def test_logits_that_are_not_finite_are_flagged(device: Device, bad: float, at: 
 # ---- penalties ------------------------------------------------------------------------------------------------------
 
 
-def sample_logits(
-    device: Device, logits: Array, req: Array, size: int, history: Array, counts: Array | None = None,
-    bias: dict[int, float] | None = None, position: int = 0, rows: int = 1,
-) -> dict[str, Array]:  # fmt: skip
-    bias = bias or {}
-    groups = -(-len(logits) // size)
-    req["bias_count"] = len(bias)
-    args = {
-        "step": step(position, rows), "request": req, "logits": logits,
-        "bias_ids": np.array([*bias, 0], np.int32), "bias_values": np.array([*bias.values(), 0], np.float32),
-        "history": history.astype(np.int32), "counts": np.zeros(len(logits), np.uint32) if counts is None else counts,
-        "y": fill(len(logits)), "stats": fill((groups, 4)), "flags": fill(groups, np.int32),
-    }  # fmt: skip
-    return run(device, "sample_logits", args, {"slice": size}, grid=(groups,))
-
-
-def log_total(stats: Array, column: int) -> float:
-    top, total = stats[:, column].astype(float), stats[:, column + 1].astype(float)
-    return float(top.max() + np.log((total * np.exp(top - top.max())).sum()))
+def sample_logits(device: Device, *given: Any, **more: Any) -> dict[str, Array]:
+    return run_call(device, logits_call(*given, **more))
 
 
 def test_plain_logits_pass_through_with_their_statistics(device: Device) -> None:
@@ -190,18 +172,6 @@ def test_penalties_come_in_the_order_bias_repetition_counts(device: Device) -> N
 # ---- draw -----------------------------------------------------------------------------------------------------------
 
 
-def philox(counter: Array, key: tuple[int, int]) -> Array:
-    """Philox-4x32-10 of counters [n, 4], in Python's own integers."""
-    c = [counter[:, i].astype(np.uint64) for i in range(4)]
-    k0, k1 = key
-    low = np.uint64(0xFFFFFFFF)
-    for _ in range(10):
-        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        c = [(b >> np.uint64(32)) ^ c[1] ^ np.uint64(k0), b & low, (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k1), a & low]
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack(c, 1).astype(np.uint32)
-
-
 def test_the_reference_generator_has_the_published_vectors() -> None:
     for counter, key, want in (
         ([0] * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -215,24 +185,8 @@ def test_the_reference_generator_has_the_published_vectors() -> None:
         np.testing.assert_array_equal(philox(np.array([counter], np.uint32), key)[0], np.array(want, np.uint32))
 
 
-def gumbel(count: int, position: int, seed: int) -> Array:
-    counter = np.zeros((-(-count // 4), 4), np.uint32)
-    counter[:, 0], counter[:, 1] = np.arange(len(counter)), position
-    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1)[:count]
-    u = ((words >> 8).astype(float) + 0.5) / 2**24
-    return -np.log(-np.log(u))
-
-
-def draw(
-    device: Device, y: Array, *, temperature: float = 1, position: int = 0, rows: int = 1, seed: int = 0,
-    cut: tuple[float, int] = (-np.inf, NO_ID), size: int = 1024, vocab: int | None = None,
-) -> Array:  # fmt: skip
-    groups = -(-len(y) // size)
-    threshold = np.array([cut[0], 0], np.float32)
-    threshold[1:].view(np.int32)[:] = cut[1]
-    req = request(vocab or len(y), temperature=temperature, seed_low=seed & 0xFFFFFFFF, seed_high=seed >> 32)
-    args = {"step": step(position, rows), "request": req, "y": y, "cut": threshold, "best": fill((groups, 2))}
-    return run(device, "sample_draw", args, {"slice": size}, grid=(groups,))["best"]
+def draw(device: Device, *given: Any, **more: Any) -> Array:
+    return run_call(device, draw_call(*given, **more))["best"]
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1, 3])
@@ -332,18 +286,8 @@ def test_top_logits_in_order_with_ties_to_the_lower_id(device: Device, count: in
     np.testing.assert_array_equal(out["top_values"][: len(order)], logits[order])
 
 
-def score(
-    device: Device, logits: Array, target: Array, top: int, vocab: int, rows: int, first: int = 0
-) -> dict[str, Array]:
-    limit, count = logits.shape
-    m = len(target)
-    args = {
-        "step": step(0, rows), "request": request(vocab), "logits": logits, "target": target.astype(np.int32),
-        "logprobs": fill(m), "top_ids": fill((m, top), np.int32), "top_logprobs": fill((m, top)),
-        "flags": fill(m, np.int32),
-    }  # fmt: skip
-    params = {"count": count, "top": top, "first": first, "limit": limit}
-    return run(device, "score_rows", args, params, grid=(limit,))
+def score(device: Device, *given: Any, **more: Any) -> dict[str, Array]:
+    return run_call(device, score_call(*given, **more))
 
 
 def test_scores_are_log_softmax_of_the_raw_logits(device: Device) -> None:
@@ -380,20 +324,8 @@ def test_scores_flag_rows_that_are_not_finite(device: Device) -> None:
 # ---- hand-over ------------------------------------------------------------------------------------------------------
 
 
-def advance(device: Device, at: Array, best: list[tuple[float, int]], **more: Any) -> dict[str, Array]:
-    groups, vocab = len(best), 100
-    table = np.zeros((groups, 2), np.float32)
-    table[:, 0] = [v for v, _ in best]
-    table[:, 1:].view(np.int32)[:, 0] = [i for _, i in best]
-    args = {
-        "step": at, "next_step": np.zeros(1, STEP), "request": more.get("request", request(vocab)), "best": table,
-        "flags": np.array(more.get("flags", [0] * groups), np.int32), "logits": more.get("logits", fill(vocab)),
-        "stats": more.get("stats", fill((groups, 4))), "top_ids": more.get("top_ids", fill(20, np.int32)),
-        "top_values": more.get("top_values", fill(20)), "next_ids": np.array([55], np.int32),
-        "history": np.full(64, -1, np.int32), "counts": np.arange(vocab, dtype=np.uint32),
-        "outputs": np.zeros(OUTPUT_RING, OUTPUT),
-    }  # fmt: skip
-    return run(device, "advance", args, {"groups": groups, "logprobs": int("stats" in more)})
+def advance(device: Device, *given: Any, **more: Any) -> dict[str, Array]:
+    return run_call(device, advance_call(*given, **more))
 
 
 def test_advance_hands_over_the_best_token(device: Device) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msl_harness import Array, bf16, needs_clang, run, step
+from msl_harness import ORDERS, SLACK, Array, bf16, needs_emulator, needs_shaders, run, step
 from test_shaders_gemm import float_operands
 
-pytestmark = needs_clang
-
-ORDERS = ("forward", "reverse", "random")
+pytestmark = needs_shaders
 EPS = 1e-6
 
 
@@ -83,6 +81,7 @@ def test_queries_and_keys_are_normed_and_turned_and_appended(
     assert np.isnan(out["q"][rows:].astype(float)).all()
 
 
+@needs_emulator
 @pytest.mark.parametrize("order", ORDERS)
 def test_preparation_runs_clean_when_checked(order: str) -> None:
     proj = bf16(np.random.default_rng(0).normal(size=(4, 2 * 3 * 64 + 2 * 64)))
@@ -134,10 +133,10 @@ class Attention:
                 o[m, h] = p @ self.v[:n, kv] / p.sum() / (1 + np.exp(-gate[h]))
         return o.reshape(self.rows, -1)
 
-    def check(self, act: str = "bf16", **options: Any) -> None:
+    def check(self, act: str = "bf16", *, tolerance: float = 0, **options: Any) -> None:
         got = self.run(act, **options)
         # bf16: probabilities are rounded for the matrix unit, their sum is not.
-        tolerance = 1.2e-2 if act == "bf16" else 2e-5
+        tolerance = tolerance or (1.2e-2 if act == "bf16" else 2e-5 * SLACK)
         assert np.abs(got[: self.rows] - self.exact()).max() < tolerance
         assert np.isnan(got[self.rows :]).all()
 
@@ -206,7 +205,8 @@ def test_float_operands() -> None:
 def test_large_scores_do_not_overflow() -> None:
     case = Attention(2, 1, 64, 130, 2)
     case.q *= 100
-    case.check("f32")
+    # Scores of hundreds: a GPU's order of the sums moves them by more than the last place of a probability.
+    case.check("f32", tolerance=2e-5 if SLACK == 1 else 1e-3)
 
 
 @pytest.mark.parametrize("act", ["bf16", "f32"])

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_runner import Quantised, qrows, random_quantised
-from msl_harness import Array, Call, Run, bf16, needs_clang, run, run_many, step
-from test_shaders_gemm import BF16, METAL, ORDERS, TILES, close, silu, stacked, weights_of
+from msl_harness import ORDERS, Array, Call, Run, bf16, needs_emulator, needs_shaders, run, run_many, step
+from test_shaders_gemm import BF16, METAL, TILES, close, rounded, silu, stacked, weights_of
 
 from lily.policy import POLICIES
 
-pytestmark = needs_clang
+pytestmark = needs_shaders
 
 
 class Experts:
@@ -50,10 +50,10 @@ class Experts:
         columns = columns or POLICIES["metal"].tile_columns(tile, parts)
         y = bf16(np.zeros((self.rows * self.active, self.n)))
         params = {
-            "n": self.n, "k": self.k, "experts": self.experts, "active": self.active, "tile_m": tile, "tile_n": columns,
+            "n": self.n, "k": self.k, "experts": self.experts, "active": self.active, "tile_n": columns,
             **more,
         }  # fmt: skip
-        constants = {} if more else {"bits": self.bits, "group": self.group}
+        constants = {"tile_m": tile, **({} if more else {"bits": self.bits, "group": self.group})}
         grid = (-(-self.n // columns), len(routed["blocks"]))
         return Call(kernel, {**routed, "x": x, "w": w, "y": y}, params, constants, grid, (128,))
 
@@ -139,6 +139,7 @@ def test_4096_rows_of_8_experts() -> None:
     assert np.isfinite(got.astype(float)).all()
 
 
+@needs_emulator
 @pytest.mark.parametrize(("bits", "metal"), [(8, 320), (4, 400)])
 @pytest.mark.parametrize("tile", TILES)
 def test_experts_run_clean_when_checked(tile: int, bits: int, metal: int) -> None:
@@ -195,7 +196,7 @@ def expanded(matrices: list[Quantised], **options: Any) -> Array:
 def test_matrices_are_expanded_to_bf16(bits: int, k: int, group: int) -> None:
     rng = np.random.default_rng(k)
     matrices = [random_quantised(rng, 5, k, bits, group) for _ in range(3)]
-    want = np.stack([weights_of(m) for m in matrices])
+    want = np.stack([rounded(m.dense) for m in matrices])
     got = expanded(matrices, checked=k < 100, order="random").astype(float)
     # A product and a sum may be rounded together or apart before they are rounded to bf16.
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
@@ -206,18 +207,44 @@ def test_matrices_are_expanded_to_bf16(bits: int, k: int, group: int) -> None:
 @pytest.mark.parametrize("tile", TILES)
 def test_products_of_expanded_matrices(tile: int, metal: int) -> None:
     moe = Experts(uneven_ids(21, 5, 2), 5, k=96, n=33)
-    w = bf16(np.stack([weights_of(d) for d in moe.down]))
-    call = moe.call("moe_gemm_expanded", tile, moe.sorted_x, w, 1, gather=0)
-    close(run_many([call], order="random", metal=metal)[0]["y"], moe.expected_down(), BF16)
-    call = moe.call("moe_gemm_expanded", tile, moe.x, w, 1, gather=1)
+    w = bf16(np.stack([d.dense for d in moe.down]))
+    dense = list(w.astype(float))
+    call = moe.call("moe_gemm_expanded", tile, moe.sorted_x, w, 1, gather=0, first=0, stride=33)
+    close(run_many([call], order="random", metal=metal)[0]["y"], moe.expected_down(dense), BF16)
+    call = moe.call("moe_gemm_expanded", tile, moe.x, w, 1, gather=1, first=0, stride=33)
     order = np.argsort(moe.ids.reshape(-1), kind="stable")
-    want = [weights_of(moe.down[moe.ids.reshape(-1)[a]]) @ moe.x[a // 2].astype(float) for a in order]
+    want = [dense[moe.ids.reshape(-1)[a]] @ moe.x[a // 2].astype(float) for a in order]
     close(run_many([call], metal=metal)[0]["y"], np.array(want), BF16)
 
 
+@needs_emulator
 def test_expanded_products_run_clean_when_checked() -> None:
     moe = Experts(uneven_ids(9, 4, 2), 4, k=64, n=20)
     w = bf16(np.stack([weights_of(d) for d in moe.down]))
     for gather in (0, 1):
         x = moe.x if gather else moe.sorted_x
-        run_many([moe.call("moe_gemm_expanded", 16, x, w, 1, gather=gather)], checked=True)
+        call = moe.call("moe_gemm_expanded", 16, x, w, 1, gather=gather, first=0, stride=20)
+        run_many([call], checked=True)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_one_part_of_a_stack_is_multiplied(tile: int) -> None:
+    """Gate and up, with rows of padding between and behind them that hold NaN."""
+    moe = Experts(uneven_ids(17, 5, 2), 5, k=64, n=33)
+    w = bf16(np.full((5, 80, 64), np.nan))
+    for e in range(5):
+        w[e, :33], w[e, 40:73] = bf16(weights_of(moe.gate[e])), bf16(weights_of(moe.up[e]))
+    ids = moe.ids.reshape(-1)
+    for first, parts in ((0, moe.gate), (40, moe.up)):
+        call = moe.call("moe_gemm_expanded", tile, moe.x, w, 1, gather=1, first=first, stride=80)
+        order = np.argsort(ids, kind="stable")
+        want = [weights_of(parts[ids[a]]) @ moe.x[a // 2].astype(float) for a in order]
+        close(run_many([call], checked=True)[0]["y"], np.array(want), BF16)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tile", TILES)
+def test_expansion_and_product_have_the_bits_of_the_fused_kernel(tile: int, bits: int) -> None:
+    moe = Experts(uneven_ids(40, 5, 2), 5, k=96, n=40, bits=bits)
+    call = moe.call("moe_gemm_expanded", tile, moe.sorted_x, expanded(moe.down), 1, gather=0, first=0, stride=40)
+    assert run_many([call])[0]["y"].tobytes() == moe.down_only(tile)["y"].tobytes()

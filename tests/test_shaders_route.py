@@ -6,38 +6,19 @@ Expected values: float64 softmax with a stable sort, and a grouping written with
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from msl_harness import Array, needs_clang, run, step
+from msl_harness import ORDERS, SLACK, Array, needs_emulator, needs_shaders, run_many
+from routing_calls import check_grouping, expected, group_call, random_logits, topk_call
 
-pytestmark = needs_clang
-
-ORDERS = ("forward", "reverse", "random")
+pytestmark = needs_shaders
 
 
-def topk(
-    logits: Array, active: int, renorm: bool = True, rows: int | None = None, **options: object
-) -> tuple[Array, Array]:
-    m, experts = logits.shape[0], logits.shape[1] - 1
-    arrays = {
-        "step": step(0, m if rows is None else rows), "logits": logits, "ids": np.zeros((m, active), np.int32),
-        "weights": np.zeros((m, active), np.float32),
-    }  # fmt: skip
-    params = {"experts": experts, "active": active, "renorm": int(renorm)}
-    out = run("route_topk", arrays, params, grid=(m,), threads=(32,), **options)
+def topk(*given: Any, rows: int | None = None, **options: Any) -> tuple[Array, Array]:
+    out = run_many([topk_call(*given, rows=rows)], **options)[0]
     return out["ids"], out["weights"]
-
-
-def expected(logits: Array, active: int, renorm: bool) -> tuple[Array, Array]:
-    x = logits[:, :-1].astype(float)
-    e = np.exp(x - x.max(-1, keepdims=True))
-    ids = np.argsort(-x, -1, kind="stable")[:, :active]
-    chosen = np.take_along_axis(e, ids, -1)
-    return ids, chosen / (chosen if renorm else e).sum(-1, keepdims=True)
-
-
-def random_logits(rows: int, experts: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).normal(0, 1.5, (rows, experts + 1)).astype(np.float32)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -49,7 +30,7 @@ def test_top_experts_and_weights(experts: int, active: int, renorm: bool, order:
     ids, weights = topk(logits, active, renorm, order=order)
     want_ids, want_weights = expected(logits, active, renorm)
     np.testing.assert_array_equal(ids, want_ids)
-    np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
+    np.testing.assert_allclose(weights, want_weights, rtol=2e-6 * SLACK)
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -62,7 +43,7 @@ def test_ties_go_to_the_lower_index() -> None:
     np.testing.assert_array_equal(ids[1], np.arange(200, 208))
     np.testing.assert_array_equal(ids[2], np.arange(8))
     np.testing.assert_array_equal(ids[3], [63, 127, 191, 255, 62, 126, 190, 254])
-    np.testing.assert_array_equal(weights[0], np.full(8, 0.125))
+    np.testing.assert_allclose(weights[0], np.full(8, 0.125), rtol=1e-7 * SLACK)
 
 
 def test_distinct_logits_of_equal_probability_keep_their_order() -> None:
@@ -92,6 +73,7 @@ def test_rows_beyond_the_step_are_left_alone() -> None:
     assert (ids[3:] == -1).all()
 
 
+@needs_emulator
 def test_top_experts_run_clean_when_checked() -> None:
     out, _ = topk(random_logits(3, 200), 8, False, checked=True, order="random")
     assert out.shape == (3, 8)
@@ -100,28 +82,8 @@ def test_top_experts_run_clean_when_checked() -> None:
 # ---- grouping -------------------------------------------------------------------------------------------------------
 
 
-def group(
-    ids: Array, experts: int, tile: int, spare: int = 3, rows: int | None = None, threads: int = 1024, **options: object
-) -> dict[str, Array]:
-    m, active = ids.shape
-    blocks = -(-m * active // tile) + min(experts, m * active) + spare
-    arrays = {
-        "step": step(0, m if rows is None else rows), "ids": ids, "offsets": np.zeros(experts + 1, np.int32),
-        "order": np.zeros(m * active, np.int32), "blocks": np.zeros((blocks, 2), np.int32),
-    }  # fmt: skip
-    params = {"experts": experts, "active": active, "tile_m": tile, "max_blocks": blocks}
-    return run("route_group", arrays, params, threads=(threads,), **options).arrays
-
-
-def check_grouping(out: dict[str, Array], ids: Array, experts: int, tile: int) -> None:
-    flat = ids.reshape(-1)
-    n = len(flat)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=experts))])
-    np.testing.assert_array_equal(out["offsets"], offsets)
-    np.testing.assert_array_equal(out["order"][:n], np.argsort(flat, kind="stable"))
-    want = [(e, at) for e in range(experts) for at in range(offsets[e], offsets[e + 1], tile)]
-    want += [(-1, 0)] * (len(out["blocks"]) - len(want))
-    np.testing.assert_array_equal(out["blocks"], want)
+def group(*given: Any, order: str = "forward", checked: bool = False, **more: Any) -> dict[str, Array]:
+    return run_many([group_call(*given, **more)], order=order, checked=checked)[0].arrays
 
 
 def random_ids(rows: int, experts: int, active: int, seed: int = 0) -> Array:

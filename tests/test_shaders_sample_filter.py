@@ -6,36 +6,25 @@ Expected values: float64 and a stable sort in numpy, mlx-lm's definitions of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from kernel_harness import fill
-from msl_harness import Array, needs_clang, request, run
-from test_sample_filter import kept_by, normal_logits
+from msl_harness import ORDERS, SLACK, Array, needs_emulator, needs_shaders, run_many
+from sampling_calls import filter_call, kept_after, kept_by, normal_logits
 
-pytestmark = needs_clang
-
-ORDERS = ("forward", "reverse", "random")
+pytestmark = needs_shaders
 
 VOCAB = 248_320
 
 
 def sample_filter(
-    y: Array, vocab: int | None = None, groups: int = 3, *, options: dict[str, Any] | None = None, **fields: Any
+    y: Array, vocab: int | None = None, groups: int = 3, *, options: Mapping[str, Any] = {}, **fields: Any
 ) -> tuple[Array, Array]:
     """Which ids are kept, and the cut."""
-    vocab = len(y) if vocab is None else vocab
-    stats = np.full((groups, 4), -np.inf, np.float32)
-    stats[:, 1] = stats[:, 3] = 0
-    stats[groups // 2, 2] = y[:vocab].max()
-    req = request(vocab, **{"temperature": 1, **fields})
-    args = {"request": req, "y": y, "stats": stats, "cut": fill(2)}
-    params = {"count": len(y), "groups": groups}
-    cut = run("sample_filter", args, params, threads=(256,), **(options or {}))["cut"]
-    ids = np.arange(vocab)
-    with np.errstate(invalid="ignore"):
-        return (y[:vocab] > cut[0]) | ((y[:vocab] == cut[0]) & (ids <= cut[1:].view(np.int32)[0])), cut
+    cut = run_many([filter_call(y, vocab, groups, **fields)], **options)[0]["cut"]
+    return kept_after(cut, y[:vocab]), cut
 
 
 @pytest.mark.parametrize("scale", [0.01, 1, 4, 20])
@@ -44,8 +33,10 @@ def test_top_p_is_exact(scale: float, top_p: float) -> None:
     for seed in range(20):
         y = normal_logits(3001, scale, seed)
         want, margin = kept_by(y, top_p)
-        if margin > 1e-7:
+        if margin > 1e-6:  # ten times what float32 sums of probabilities are off
             break
+    if margin < 1e-6 and SLACK > 1:
+        pytest.skip("where ids have that little probability, the order of a GPU's sums decides between them")
     np.testing.assert_array_equal(sample_filter(y, top_p=top_p)[0], want)
 
 
@@ -56,8 +47,8 @@ def test_top_p_over_the_whole_vocabulary() -> None:
         got = sample_filter(y, 248_077, top_p=top_p)[0]
         # So many ids are closer together than float32 probabilities add up: the count may be off where they tie.
         assert margin < 1e-4
-        assert abs(int(got.sum()) - int(want.sum())) <= max(1, want.sum() * 1e-6)
-        assert (got != want).sum() <= max(1, want.sum() * 1e-6)
+        assert abs(int(got.sum()) - int(want.sum())) <= max(SLACK, want.sum() * 1e-6)
+        assert (got != want).sum() <= max(SLACK, want.sum() * 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +77,9 @@ def test_top_p_distinguishes_neighbouring_floats() -> None:
 def test_top_p_that_is_reached_exactly_takes_no_further_id() -> None:
     y = np.full(300, -np.inf, np.float32)
     y[200], y[[100, 250]] = 0, -np.log(2)  # probabilities 1/2, 1/4, 1/4
-    np.testing.assert_array_equal(np.flatnonzero(sample_filter(y, top_p=0.5)[0]), [200])
-    np.testing.assert_array_equal(np.flatnonzero(sample_filter(y, top_p=0.75)[0]), [100, 200])
+    below = 1 - (SLACK - 1) * 2.0**-20  # exp(-log 2) may not be exactly 1/2
+    np.testing.assert_array_equal(np.flatnonzero(sample_filter(y, top_p=0.5 * below)[0]), [200])
+    np.testing.assert_array_equal(np.flatnonzero(sample_filter(y, top_p=0.75 * below)[0]), [100, 200])
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 20, 999, 1000, 1001, 0])
@@ -153,6 +145,7 @@ def test_filters_do_not_depend_on_the_order_of_threads(order: str) -> None:
         np.testing.assert_array_equal(sample_filter(y, options={"order": order}, **fields)[0], want)
 
 
+@needs_emulator
 def test_filters_run_clean_when_checked() -> None:
     y = np.round(normal_logits(300, 2), 1)
     options = {"checked": True, "order": "random"}

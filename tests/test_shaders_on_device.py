@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shader once through the metal device: the backend that runs all shader tests on a Mac, and the shim below it.
+
+On Linux the device is the shim on the stand-in (msl_device.py); `LILY_SHADERS=device pytest tests/test_shaders_*.py`
+runs all shader tests that way.  Not handled: edges and sizes (the tests that are called here, with more parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import msl_build
+import msl_device
+import numpy as np
+import pytest
+import test_shaders_attention_decode as attention_decode
+import test_shaders_attention_prefill as attention_prefill
+import test_shaders_decode as decode
+import test_shaders_gdn as gdn
+import test_shaders_gemm as gemm
+import test_shaders_moe as moe
+import test_shaders_probe as probe
+import test_shaders_route as route
+import test_shaders_sample as sample
+import test_shaders_sample_filter as sample_filter
+from kernel_calls import Call
+from msl_harness import bf16, run, run_many, step
+from msl_survey import survey
+
+from lily.kernels import KERNELS
+
+Array = Any
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Shaders run on the device; the names of those that did."""
+    names: set[str] = set()
+    whole = msl_device.run_on_device
+
+    def noting(calls: list[Call], *rest: Any) -> list[dict[str, Array]]:
+        results = whole(calls, *rest)
+        names.update(call.kernel for call in calls)
+        return results
+
+    monkeypatch.setenv("LILY_SHADERS", "device")
+    monkeypatch.setattr(msl_device, "run_on_device", noting)
+    msl_device.matrix_operands.cache_clear()
+    yield names
+    msl_device.matrix_operands.cache_clear()
+
+
+def gemvs() -> None:
+    for kernel in decode.GEMVS:
+        decode.Row(9, 512, 8, 64).check(kernel)
+
+
+def scans() -> None:
+    gdn.check_scan(gdn.layer_of(gdn.Shape(1, 2), 9), parts=8)
+    gdn.check_scan(gdn.layer_of(gdn.Shape(1, 2, 32, 48), 8), spare=1, threads=64, name="gdn_scan_blocked")
+
+
+def dense_products() -> None:
+    for metal in gemm.METAL:
+        gemm.test_products_at_the_edges_of_rows(9, 32, metal)
+    gemm.test_router_logits_are_products_in_float32(16, 8)
+    gemm.test_gate_times_up(33, 33, 4, 32, 320)
+    gemm.test_products_are_added_to_the_residual(9, 31, 4, 32, 320)
+
+
+def expert_products() -> None:
+    for metal in gemm.METAL:
+        moe.test_uneven_and_empty_experts(7, 3, 32, 4, metal)
+    moe.test_products_of_expanded_matrices(32, 320)
+
+
+def logit_steps() -> None:
+    sample.test_bias_is_added_and_may_ban()
+    sample.test_argmax_gives_ties_to_the_lowest_id()
+    sample.test_draw_is_the_gumbel_maximum_of_its_counter(0.7)
+    sample.test_top_logits_in_order_with_ties_to_the_lower_id(5000, 20)
+    sample.test_scores_are_log_softmax_of_the_raw_logits(5)
+    sample.test_advance_gives_log_probabilities_of_the_raw_logits()
+
+
+# What is run, and the kernels that this must reach.
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "embed": (lambda: decode.test_embedding_gathers_rows(order="forward", bits=4, group=32), "embed"),
+    "rmsnorm": (lambda: decode.test_rmsnorm_follows_the_formula(512, "forward"), "rmsnorm"),
+    "last row": (decode.test_last_row_is_the_last_of_the_step, "last_row"),
+    "copy": (lambda: decode.test_copy_copies_every_byte(65_552), "copy"),
+    "gemv": (gemvs, " ".join(decode.GEMVS)),
+    "experts of one row": (lambda: (decode.Moe().check_gate_up(), decode.Moe().check_down()), "moe_gate_up moe_down"),
+    "single matrices": (lambda: decode.test_single_matrices_of_experts(False), "moe_gemv"),
+    "swiglu": (lambda: decode.test_swiglu_over_its_whole_range(33, "forward"), "swiglu"),
+    "GDN step": (lambda: gdn.check_step(gdn.layer_of(gdn.Shape(1, 2), 1)), "gdn_step"),
+    "GDN convolution": (lambda: gdn.check_conv(gdn.layer_of(gdn.Shape(1, 2), 7), parts=2, spare=1), "gdn_conv"),
+    "GDN scans": (scans, "gdn_scan gdn_scan_blocked"),
+    "GDN gate": (lambda: gdn.test_gated_norm_follows_the_formula(gdn.REAL, "forward"), "gdn_gate"),
+    "attention of a row": (
+        lambda: attention_decode.check_decode(attention_decode.layer_of(attention_decode.REAL, 257)), "attn_decode"
+    ),
+    "prepared attention": (
+        lambda: attention_decode.test_prepared_decode_follows_the_formulas(1, "forward"), "attn_decode_prepared"
+    ),
+    "combine": (lambda: attention_decode.test_combine_follows_the_formula(256, 256, "forward"), "attn_combine"),
+    "preparation": (
+        lambda: attention_prefill.test_queries_and_keys_are_normed_and_turned_and_appended(4, 2, 64, 16, 0),
+        "attn_prep",
+    ),
+    "attention": (
+        lambda: [attention_prefill.Attention(2, 1, 256, 63, 3, spare=0).check(metal=m) for m in gemm.METAL],
+        "attn_prefill",
+    ),
+    "dense products": (dense_products, "gemm gemm_f32 gemm_swiglu gemm_residual"),
+    "expert products": (expert_products, "moe_gemm_gate_up moe_gemm_down moe_gemm_expanded"),
+    "expert sums": (lambda: moe.test_results_are_weighted_and_added(3, 256, 8, 8), "moe_combine"),
+    "expansion": (lambda: moe.test_matrices_are_expanded_to_bf16(4, 96, 32), "expand"),
+    "routing": (lambda: route.test_top_experts_and_weights(256, 8, True, "forward"), "route_topk"),
+    "grouping": (lambda: route.test_rows_are_grouped_by_expert(256, 8, 32, 9), "route_group"),
+    "logits": (logit_steps, "sample_logits argmax sample_draw top_logprobs score_rows advance"),
+    "filters": (lambda: sample_filter.test_top_k_is_exact(20), "sample_filter"),
+    "probes": (
+        lambda: (probe.level(), probe.read(20_000, 4096, 64), probe.matrix(2)), "probe_level probe_read probe_matrix"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compute_on_the_device_what_they_compute_on_the_emulator(case: str, ran: set[str]) -> None:
+    check, kernels = CASES[case]
+    try:
+        check()
+    finally:
+        assert ran <= set(kernels.split())
+    assert ran == set(kernels.split())
+
+
+def test_no_kernel_of_the_shaders_is_left_out() -> None:
+    names = {f.name for f in survey(msl_build.shader_source()).functions if f.is_kernel}
+    assert {name for _, kernels in CASES.values() for name in kernels.split()} == names
+
+
+def test_float_activations_reach_the_device() -> None:
+    decode.Row(11, 320, 4, 64, act="f32").check("gemv_norm")
+
+
+def test_the_language_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    if msl_device.ON_A_MAC:
+        pytest.skip("Apple's compiler does not tell")
+    seen: set[tuple[str, int, str]] = set()
+    compile = msl_build.kernel_library
+
+    def noting(kernel: str, *rest: Any, metal: int, act: str, **more: Any) -> Any:
+        seen.add((kernel, metal, act))
+        return compile(kernel, *rest, metal=metal, act=act, **more)
+
+    monkeypatch.setattr(msl_build, "kernel_library", noting)
+    for metal in gemm.METAL:
+        gemm.test_products_at_the_edges_of_rows(9, 32, metal)
+    decode.Row(11, 320, 4, 64, act="f32").check("gemv_norm")
+    assert seen == {("gemm", 320, "bf16"), ("gemm", 400, "bf16"), ("gemv_norm", 320, "f32")}
+
+
+def test_calls_share_memory_and_run_in_order() -> None:
+    a, b, c = (np.full(64, v, np.uint8) for v in (1, 2, 3))
+    copy = {"params": {"bytes": 64}, "threads": (256,)}
+    out = run_many([Call("copy", {"src": a, "dst": b}, **copy), Call("copy", {"src": b, "dst": c}, **copy)])
+    np.testing.assert_array_equal(out[1]["dst"], a)
+
+
+def test_gpus_without_bfloat_arithmetic_multiply_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Apple9 the shim defines LILY_MATRIX_F32; the tests' reference follows."""
+    if msl_device.ON_A_MAC:
+        pytest.skip("this GPU has its own family")
+    monkeypatch.setattr(msl_device, "FAMILY", 8)
+    gemm.test_products_of_every_width_and_quantisation(96, 32, 4, 320)
+    weights = gemm.random_quantised(np.random.default_rng(1), 4, 64, 4, 64)
+    np.testing.assert_array_equal(gemm.weights_of(weights), weights.dense)
+
+
+# ---- the backend itself ---------------------------------------------------------------------------------------------
+
+
+def copy(count: int) -> None:
+    run("copy", {"src": np.ones(96, np.uint8), "dst": np.ones(64, np.uint8)}, {"bytes": count}, threads=(256,))
+
+
+def test_a_write_beyond_an_argument_is_found() -> None:
+    copy(64)
+    with pytest.raises(AssertionError, match="copy wrote beyond the end of dst"):
+        copy(80)
+
+
+def test_a_write_to_an_argument_that_is_only_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = KERNELS["copy"]
+    monkeypatch.setitem(KERNELS, "copy", replace(table, args=tuple(replace(a, access="r") for a in table.args)))
+    with pytest.raises(AssertionError, match="copy changed dst, which may only be read"):
+        run("copy", {"src": np.ones(64, np.uint8), "dst": np.zeros(64, np.uint8)}, {"bytes": 64}, threads=(256,))
+
+
+def test_what_a_kernel_did_not_write_is_not_a_number() -> None:
+    args = {"step": step(0, 1), "x": bf16(np.ones((2, 64))), "norm": np.ones(64, np.float32)}
+    out = run("rmsnorm", {**args, "y": bf16(np.zeros((2, 64)))}, {"k": 64, "eps": 0}, grid=(2,), threads=(64,))
+    assert np.isnan(out["y"][1].astype(np.float32)).all()
+    assert (out["y"][0] == ml_dtypes.bfloat16(1)).all()
+
+
+def test_what_a_device_cannot_do_skips_the_test_and_never_passes() -> None:
+    arrays = {"src": np.ones(64, np.uint8), "dst": np.zeros(64, np.uint8)}
+    out = run("copy", arrays, {"bytes": 64}, threads=(256,), checked=True)
+    with pytest.raises(pytest.skip.Exception, match="does not count the bytes"):
+        assert out.distinct_read
+    with pytest.raises(pytest.skip.Exception, match="emulator only"):
+        run("copy", arrays, {"bytes": 64}, threads=(256,), source="kernel void copy() {}")
+
+
+def test_a_gpu_without_tensor_operations_skips_their_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    if msl_device.ON_A_MAC:
+        pytest.skip("this GPU has them or not")
+    monkeypatch.setattr(msl_device, "TENSOR_UNITS", {"family": 9, "macos": 26.1})
+    with pytest.raises(pytest.skip.Exception, match="no tensor operations: simdgroup bfloat"):
+        gemm.test_products_at_the_edges_of_rows(9, 32, 400)
