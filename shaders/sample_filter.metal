@@ -8,12 +8,14 @@
 
 // ---- filters --------------------------------------------------------------------------------------------------------
 
-// p·total, rounded down to a unit, 0 < p < 1: p is taken as two digits of 32 bits, which hold all of its 24.
+// p·total, rounded down to a unit, 0 <= p < 1: p is taken as two digits of 32 bits, which hold all of its 24.
+// At least one unit: with none the prefix would end before the greatest id.
 inline ulong share_of_mass(float p, ulong total) {
     const float scaled = p * 4294967296.0f;
     const uint first = uint(scaled), second = uint((scaled - float(first)) * 4294967296.0f);
     const ulong high = total >> 32, low = total & 0xffffffffu;
-    return high * first + (low * first >> 32) + (high * second >> 32);
+    const ulong share = high * first + (low * first >> 32) + (high * second >> 32);
+    return share > 0 ? share : 1;
 }
 
 // All filters keep a prefix of the ids, so the shortest one counts.

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from engine_device import Target, sweep
 from engine_harness import TINY, open_engine, runner_of
 
 from lily.engine import Engine, StreamChunk
@@ -24,14 +25,14 @@ IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
 
 
 @pytest.fixture(scope="module")
-def story() -> Iterator[Engine]:
+def story(device: Target) -> Iterator[Engine]:
     """The embedded model: replies are real text."""
     with open_engine(None, max_context=1024) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Iterator[Engine]:
+def tiny(device: Target) -> Iterator[Engine]:
     """A small model with random weights: every logit counts."""
     with open_engine(TINY, max_context=2048) as engine:
         yield engine
@@ -40,10 +41,11 @@ def tiny() -> Iterator[Engine]:
 # ---- replies and streams --------------------------------------------------------------------------------------------
 
 
-def test_completion_accounts_for_every_token(story):
-    reply = story.generate(PROMPT, max_tokens=30, temperature=0)
+def test_completion_accounts_for_every_token(story, device):
+    tokens = device.pick(30, 3)
+    reply = story.generate(PROMPT, max_tokens=tokens, temperature=0)
     assert reply.prompt_tokens == len(story.tokenizer.encode(PROMPT))
-    assert reply.completion_tokens == len(reply.token_ids) == 30
+    assert reply.completion_tokens == len(reply.token_ids) == tokens
     assert reply.finish_reason == "length"
     assert reply.text == story.tokenizer.decode(reply.token_ids)
     assert reply.logprobs is None
@@ -51,17 +53,18 @@ def test_completion_accounts_for_every_token(story):
     assert min(t.prompt_seconds, t.generation_seconds, t.prompt_tokens_per_second, t.generation_tokens_per_second) > 0
 
 
-def test_prompt_may_be_text_or_ids(story):
+def test_prompt_may_be_text_or_ids(tiny):
     replies = [
-        story.generate(prompt, max_tokens=5, temperature=0)
-        for prompt in (PROMPT, story.tokenizer.encode(PROMPT), np.array(story.tokenizer.encode(PROMPT)))
+        tiny.generate(prompt, max_tokens=5, temperature=0)
+        for prompt in (PROMPT, tiny.tokenizer.encode(PROMPT), np.array(tiny.tokenizer.encode(PROMPT)))
     ]
     assert len({tuple(r.token_ids) for r in replies}) == 1
 
 
-def test_stream_joined_is_the_completion(story):
-    chunks = list(story.stream(PROMPT, max_tokens=40, temperature=0.9, seed=3, logprobs=2))
-    whole = story.generate(PROMPT, max_tokens=40, temperature=0.9, seed=3, logprobs=2)
+def test_stream_joined_is_the_completion(story, device):
+    how = {"max_tokens": device.pick(40, 4), "temperature": 0.9, "seed": 3, "logprobs": 2}
+    chunks = list(story.stream(PROMPT, **how))
+    whole = story.generate(PROMPT, **how)
     assert "".join(c.text for c in chunks) == whole.text
     assert [t for c in chunks for t in c.token_ids] == whole.token_ids
     assert [p for c in chunks for p in c.logprobs or []] == whole.logprobs
@@ -73,12 +76,12 @@ def test_stream_joined_is_the_completion(story):
     assert last.completion.text == whole.text
 
 
-def test_text_comes_as_it_is_written(story):
+def test_text_comes_as_it_is_written(story, device):
     """Each chunk is there before the next step's token is asked for, and text is not saved up for the end."""
     stream = story.stream(PROMPT, max_tokens=40, temperature=0)
-    early = [next(stream).text for _ in range(10)]
+    early = [next(stream).text for _ in range(device.pick(10, 6))]
     stream.close()
-    assert len("".join(early)) > 15
+    assert len("".join(early)) > device.pick(15, 9)
 
 
 def test_closing_a_stream_stops_the_device(tiny):
@@ -117,12 +120,12 @@ def test_second_stream_of_a_thread_is_a_clear_error(tiny):
     assert tiny.generate([1], max_tokens=1).completion_tokens == 1
 
 
-def test_cancelling_from_another_thread(tiny):
+def test_cancelling_from_another_thread(tiny, device):
     """The reader gets no more chunks and no completion; the next request is right."""
     want = tiny.generate(IDS, max_tokens=5, temperature=0).token_ids
     stream = tiny.stream(IDS, max_tokens=1500, seed=1, ignore_eos=True)
     got = [next(stream)]
-    canceller = threading.Timer(0.02, stream.cancel)
+    canceller = threading.Timer(device.pick(0.02, 0.5), stream.cancel)
     canceller.start()
     got += list(stream)
     canceller.join()
@@ -152,23 +155,24 @@ def test_error_raised_by_the_reader_frees_the_engine(tiny):
     assert tiny.generate([1], max_tokens=1).completion_tokens == 1
 
 
-def test_other_threads_queue(tiny):
+def test_other_threads_queue(tiny, device):
     """Requests of many threads, while one reads slowly, all get their own answer."""
-    prompts = [[i + 1, 2 * i + 5, 77] for i in range(8)]
-    want = [tiny.generate(p, max_tokens=12, seed=5, ignore_eos=True).token_ids for p in prompts]
+    prompts = [[i + 1, 2 * i + 5, 77] for i in range(device.pick(8, 3))]
+    how = {"max_tokens": device.pick(12, 3), "seed": 5, "ignore_eos": True}
+    want = [tiny.generate(p, **how).token_ids for p in prompts]
     got: dict[int, list[int]] = {}
 
     def work(index: int) -> None:
-        got[index] = tiny.generate(prompts[index], max_tokens=12, seed=5, ignore_eos=True).token_ids
+        got[index] = tiny.generate(prompts[index], **how).token_ids
 
-    slow = tiny.stream(IDS, max_tokens=30, seed=1, ignore_eos=True)
+    slow = tiny.stream(IDS, max_tokens=device.pick(30, 8), seed=1, ignore_eos=True)
     next(slow)
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
     assert not got
-    assert len(list(slow)) == 29
+    assert len(list(slow)) == device.pick(29, 7)
     for thread in threads:
         thread.join(30)
     assert [got[i] for i in range(len(prompts))] == want
@@ -178,8 +182,14 @@ def test_other_threads_queue(tiny):
 
 
 @pytest.fixture(scope="module")
-def unstopped(story: Engine) -> str:
-    return story.generate(PROMPT, max_tokens=80, temperature=0).text
+def written(device: Target) -> int:
+    """Tokens of the reply that stop strings are looked for in."""
+    return device.pick(80, 10)
+
+
+@pytest.fixture(scope="module")
+def unstopped(story: Engine, written: int) -> str:
+    return story.generate(PROMPT, max_tokens=written, temperature=0).text
 
 
 def _cut_at(text: str, stops: Sequence[str]) -> str:
@@ -187,13 +197,13 @@ def _cut_at(text: str, stops: Sequence[str]) -> str:
     return text[: min(found)] if found else text
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 9, 14])
-def test_stop_strings_anywhere_in_the_text(story, unstopped, length):
+@pytest.mark.parametrize("length", sweep([1, 2, 3, 5, 9, 14], 5))
+def test_stop_strings_anywhere_in_the_text(story, unstopped, written, device, length):
     """Also over the borders of tokens: what comes out is the unstopped text cut at the first place it stands."""
     borders = 0
-    for start in range(0, len(unstopped) - length, 11):
+    for start in range(0, len(unstopped) - length, device.pick(11, 17)):
         stop = unstopped[start : start + length]
-        chunks = list(story.stream(PROMPT, max_tokens=80, temperature=0, stop=stop))
+        chunks = list(story.stream(PROMPT, max_tokens=written, temperature=0, stop=stop))
         reply = chunks[-1].completion
         assert reply is not None
         assert reply.text == _cut_at(unstopped, [stop]) == "".join(c.text for c in chunks)
@@ -201,18 +211,19 @@ def test_stop_strings_anywhere_in_the_text(story, unstopped, length):
         assert stop in story.tokenizer.decode(reply.token_ids)
         assert stop not in story.tokenizer.decode(reply.token_ids[:-1])  # it ended as soon as it could
         borders += all(stop not in story.tokenizer.decode([t]) for t in reply.token_ids)
-    assert borders or length < 3
+    assert borders or length < device.pick(3, 6)
 
 
-def test_several_stop_strings(story, unstopped):
-    stops = [unstopped[60:64], "never in the text", unstopped[30:39], unstopped[33:35]]
-    reply = story.generate(PROMPT, max_tokens=80, temperature=0, stop=stops)
+def test_several_stop_strings(story, unstopped, written):
+    n = len(unstopped) // 2
+    stops = [unstopped[n:], "never in the text", unstopped[n - 10 : n - 1], unstopped[n - 7 : n - 5]]
+    reply = story.generate(PROMPT, max_tokens=written, temperature=0, stop=stops)
     assert reply.text == _cut_at(unstopped, stops)
 
 
-def test_text_held_back_for_a_stop_string_comes_in_the_end(story, unstopped):
+def test_text_held_back_for_a_stop_string_comes_in_the_end(story, device):
     """The reply ends by length while its last characters might have begun a stop string."""
-    for tokens in (10, 11, 12):
+    for tokens in device.pick((10, 11, 12), (5,)):
         plain = story.generate(PROMPT, max_tokens=tokens, temperature=0).text
         held = story.generate(PROMPT, max_tokens=tokens, temperature=0, stop=plain[-2:] + "\0 not coming")
         assert held.text == plain
@@ -220,7 +231,7 @@ def test_text_held_back_for_a_stop_string_comes_in_the_end(story, unstopped):
 
 
 def test_stop_ids_end_the_reply_and_are_counted(tiny):
-    whole = tiny.generate(IDS, max_tokens=30, seed=2, ignore_eos=True).token_ids
+    whole = tiny.generate(IDS, max_tokens=9, seed=2, ignore_eos=True).token_ids
     stop = whole[6]
     first = whole.index(stop)
     reply = tiny.generate(IDS, max_tokens=30, seed=2, ignore_eos=True, stop_token_ids=[stop])
@@ -230,12 +241,12 @@ def test_stop_ids_end_the_reply_and_are_counted(tiny):
     assert reply.text == tiny.tokenizer.decode([t for t in whole[:first] if t not in tiny.skip_ids()])
 
 
-def test_end_of_sequence_ids_of_the_checkpoint_end_the_reply(story):
-    eos = story.info["stop_token_ids"][0]
-    reply = story.generate(PROMPT, max_tokens=50, seed=1, logit_bias={eos: 1000})
+def test_end_of_sequence_ids_of_the_checkpoint_end_the_reply(tiny):
+    eos = tiny.info["stop_token_ids"][0]
+    reply = tiny.generate(PROMPT, max_tokens=50, seed=1, logit_bias={eos: 1000})
     assert reply.token_ids == [eos]
     assert (reply.text, reply.finish_reason) == ("", "stop")
-    reply = story.generate(PROMPT, max_tokens=5, seed=1, logit_bias={eos: 1000}, ignore_eos=True)
+    reply = tiny.generate(PROMPT, max_tokens=5, seed=1, logit_bias={eos: 1000}, ignore_eos=True)
     assert reply.token_ids == [eos] * 5
     assert (reply.text, reply.finish_reason) == ("", "length")
 
