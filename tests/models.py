@@ -7,14 +7,18 @@ Not handled: the form of the files (checkpoints.py).
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from checkpoints import DATA, Draft, Tensor, bf16, write_synthetic
+from engine_device import current
 
 Array = Any
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -35,9 +39,29 @@ def tiny_draft(name: str = "random-tiny") -> Draft:
     return draft
 
 
-def all_experts(folder: Path) -> Path:
-    """random-tiny, every expert of which is active: no rounding can change a choice among them."""
+def tiny_model() -> Path:
+    """random-tiny; where kernels are emulated only two of its layers, a GDN and an attention layer."""
+    return _two_layers() if current().emulated else DATA / "random-tiny"
+
+
+@cache
+def _two_layers() -> Path:
     draft = tiny_draft()
+    draft.edit(lambda tensor: [] if re.search(r"\blayers\.[12]\.", tensor.name) else [tensor])
+    draft.rename(lambda name: name.replace("layers.3.", "layers.1."))
+    for quantization in (draft.config["quantization"], draft.config["quantization_config"]):
+        for name in [n for n in quantization if re.search(r"layers\.[23]\.", n)]:
+            del quantization[name]
+    draft.text_config.update(
+        num_hidden_layers=2, full_attention_interval=2, layer_types=["linear_attention", "full_attention"]
+    )
+    _folders.append(tempfile.TemporaryDirectory())
+    return draft.write(Path(_folders[-1].name) / "two-layers")
+
+
+def all_experts(folder: Path) -> Path:
+    """`tiny_model`, every expert of which is active: no rounding can change a choice among them."""
+    draft = Draft.load(tiny_model())
     draft.text_config["num_experts_per_tok"] = draft.text_config["num_experts"]
     return draft.write(folder)
 
@@ -60,6 +84,9 @@ def edit_floats(draft: Draft, name: str, change: Callable[[Array], None]) -> Dra
     draft.edit(edited)
     assert len(hits) == 1, f"{name}: {hits}"
     return draft
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # kept until the process ends
 
 
 def model_config(**sizes: Any) -> dict[str, Any]:

@@ -401,7 +401,7 @@ def test_info_reports_the_embedded_model(capsys: pytest.CaptureFixture[str], mon
     assert report["sampling_defaults"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
-    assert report["device"]["name"] == "cpu"
+    assert report["device"]["name"] == lily.device.choose_device("auto")
 
 
 def test_info_agrees_with_the_engine(capsys: pytest.CaptureFixture[str]) -> None:

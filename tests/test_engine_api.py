@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 from engine_device import Target, sweep
-from engine_harness import TINY, open_engine, runner_of
+from engine_harness import open_engine, runner_of
+from models import tiny_model
 
 from lily.engine import Engine, StreamChunk
 from lily.errors import InvalidRequestError
@@ -34,7 +35,7 @@ def story(device: Target) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def tiny(device: Target) -> Iterator[Engine]:
     """A small model with random weights: every logit counts."""
-    with open_engine(TINY, max_context=2048) as engine:
+    with open_engine(tiny_model(), max_context=2048) as engine:
         yield engine
 
 

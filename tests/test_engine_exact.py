@@ -17,7 +17,6 @@ import pytest
 from engine_device import Target, cpu_only, current, isa_paths, sweep
 from engine_harness import (
     GREEDY,
-    TINY,
     Array,
     assert_same_logits,
     current_logits,
@@ -27,7 +26,7 @@ from engine_harness import (
     policy,
     runner_of,
 )
-from models import all_experts
+from models import all_experts, tiny_model
 
 from lily.engine import Completion, Engine
 from lily.errors import DeviceError
@@ -64,7 +63,7 @@ def length(device: Target) -> int:
 
 @pytest.fixture(scope="module")
 def stepper(device: Target) -> Iterator[Engine]:
-    with open_engine(TINY, ablate=["handoff"]) as engine:
+    with open_engine(tiny_model(), ablate=["handoff"]) as engine:
         yield engine
 
 
@@ -143,7 +142,7 @@ def test_logits_depend_on_every_token_before(cuttable, decoded, length):
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_thread_count_does_not_change_a_bit(decoded, length, threads):
     tokens = random_tokens(length)
-    with open_engine(TINY, threads=threads, ablate=["handoff"]) as engine:
+    with open_engine(tiny_model(), threads=threads, ablate=["handoff"]) as engine:
         assert engine.info["device"]["threads"] == threads
         got = forced_logits(engine, tokens, 500, [37])
         assert got.tobytes() == decoded[0][499:].tobytes()
@@ -153,7 +152,7 @@ def test_thread_count_does_not_change_a_bit(decoded, length, threads):
 @pytest.mark.parametrize("device", [Target("cpu", isa) for isa in isa_paths()[1:]], ids=str, indirect=True)
 def test_chunks_and_splits_on_the_other_instruction_sets(device):
     tokens = random_tokens(300)
-    with open_engine(TINY, ablate=["handoff"]) as engine:
+    with open_engine(tiny_model(), ablate=["handoff"]) as engine:
         assert engine.info["device"]["isa"] == device.isa
         steps = forced_logits(engine, tokens, 1)
         state = current_state(engine)
@@ -173,7 +172,7 @@ def grid(device: Target) -> int:
 
 def engine_on_the_grid(device: Target) -> Engine:
     with policy(**device.pick(GRID, EMULATED_GRID)):
-        return open_engine(TINY, max_context=2048)
+        return open_engine(tiny_model(), max_context=2048)
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +433,7 @@ def test_random_walk_of_requests(device, seed):
     """Prompts grow out of earlier ones at random places; replies end in every way. Each equals a cold run."""
     rng = np.random.default_rng(seed)
     with small_steps():
-        warm, cold = (open_engine(TINY, max_context=120) for _ in range(2))
+        warm, cold = (open_engine(tiny_model(), max_context=120) for _ in range(2))
     start, reused = warm.tokenizer.id_of("<|im_start|>"), 0
     known = [random_tokens(5, seed)]
     with warm, cold:
@@ -468,9 +467,9 @@ def test_growth_of_the_cache_in_the_middle_of_a_reply(device):
     """With growth steps of 8 tokens a reply of 100 passes a dozen of them, two steps in flight."""
     prompt, tokens = random_tokens(13), device.pick(100, 20)
     penalties = {"repetition_penalty": 1.2, "repetition_window": 50, "frequency_penalty": 0.3}
-    with small_steps(kv_step=1024), open_engine(TINY, max_context=2048) as roomy, small_steps():
+    with small_steps(kv_step=1024), open_engine(tiny_model(), max_context=2048) as roomy, small_steps():
         want = ask(roomy, prompt, tokens, **penalties)
-        with open_engine(TINY, max_context=2048) as engine:
+        with open_engine(tiny_model(), max_context=2048) as engine:
             got = ask(engine, prompt, tokens, **penalties)
             assert runner_of(engine).capacity == -(-(12 + tokens) // 8) * 8  # the last token has no row
             assert outcome(engine, got) == outcome(roomy, want)
@@ -484,9 +483,9 @@ def test_growth_of_the_cache_in_the_middle_of_a_reply(device):
 )
 def test_context_exactly_full(device, prompt_tokens, step):
     prompt = random_tokens(prompt_tokens)
-    with small_steps(kv_step=1024), open_engine(TINY, max_context=2048) as cold:
+    with small_steps(kv_step=1024), open_engine(tiny_model(), max_context=2048) as cold:
         want = ask(cold, prompt, 40 - prompt_tokens)
-        with small_steps(kv_step=step), open_engine(TINY, max_context=40) as engine:
+        with small_steps(kv_step=step), open_engine(tiny_model(), max_context=40) as engine:
             for _ in range(2):
                 got = ask(engine, prompt, 1000)
                 assert got.completion_tokens == 40 - prompt_tokens

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_device import Target, chosen
-from engine_harness import TINY, current_logits, current_state, open_engine, policy, runner_of
+from engine_harness import current_logits, current_state, open_engine, policy, runner_of
 from metal.standin import Standin
+from models import tiny_model
 
 from lily.engine import Completion, Engine
 from lily.errors import DeviceError, LilyError
@@ -43,7 +44,7 @@ Outcome = tuple[list[int], Any, bytes, bytes]
 @pytest.fixture(scope="module")
 def engine(device: Target) -> Iterator[Engine]:
     with policy(**SMALL):
-        engine = open_engine(TINY, max_context=256)
+        engine = open_engine(tiny_model(), max_context=256)
     with engine:
         yield engine
 
@@ -236,7 +237,7 @@ def test_work_that_cannot_be_encoded(engine, cold, stand_in):
 def test_no_memory_for_a_larger_cache(cold, stand_in, nth):
     """Of K, V and history the n-th cannot be had: before a long prompt, and in the middle of a reply."""
     with policy(**SMALL):
-        engine = open_engine(TINY, max_context=256)
+        engine = open_engine(tiny_model(), max_context=256)
     with engine:
         assert outcome(engine, ask(engine)) == cold
         longer = [*PROMPT, *PROMPT]
@@ -260,7 +261,7 @@ def test_no_memory_for_a_larger_cache(cold, stand_in, nth):
 
 def test_no_memory_for_a_score(engine, cold, stand_in):
     with policy(**SMALL):
-        other = open_engine(TINY, max_context=256)
+        other = open_engine(tiny_model(), max_context=256)
     with other:
         stand_in.set(fail_buffer=2)
         with pytest.raises(DeviceError, match="refused a buffer"):
@@ -275,7 +276,7 @@ def test_an_engine_that_finds_no_memory_leaves_none_behind(device, stand_in):
     for nth in (1, 4, 9, 15):
         stand_in.set(fail_buffer=nth)
         with pytest.raises(LilyError, match="refused a buffer"):
-            open_engine(TINY, max_context=256)
+            open_engine(tiny_model(), max_context=256)
         stand_in.set(fail_buffer=0)
         assert stand_in.live == before
 

@@ -134,7 +134,7 @@ def test_scores_of_every_prompt_position_are_mlx_lms(device, model):
 def test_embedded_model_predicts_held_out_text_as_mlx_lm_does(device):
     golden: dict[str, Any] = dict(np.load(DATA / "lily-tiny-golden.npz"))
     agreed = positions = 0
-    rows = device.pick(384, 32)
+    rows = device.pick(384, 40)
     with open_engine(None) as engine:
         for half in ("val_pg", "val_synth"):
             score = engine.score(golden[f"{half}_tokens"][: rows + 1].tolist(), top_k=1)

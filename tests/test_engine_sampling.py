@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from engine_device import Target, sweep
 from engine_harness import TINY, Array, current_logits, forced_logits, log_softmax, open_engine, rounding, runner_of
-from models import edit_floats, tiny_draft, with_generation_config
+from models import edit_floats, tiny_draft, tiny_model, with_generation_config
 
 from lily.engine import Engine
 from lily.errors import DeviceError, InvalidRequestError
@@ -27,14 +27,14 @@ IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
 @pytest.fixture(scope="module")
 def tiny(device: Target) -> Iterator[Engine]:
     """A small model with random weights: every logit counts."""
-    with open_engine(TINY, max_context=2048) as engine:
+    with open_engine(tiny_model(), max_context=2048) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def stepper(device: Target) -> Iterator[Engine]:
     """The same model one step deep, for logits of every position."""
-    with open_engine(TINY, ablate=["handoff"]) as engine:
+    with open_engine(tiny_model(), ablate=["handoff"]) as engine:
         yield engine
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from engine_device import Target, current, sweep
-from engine_harness import TINY, current_state, open_engine, runner_of
+from engine_harness import current_state, open_engine, runner_of
+from models import tiny_model
 
 from lily.engine import Completion, Engine
 from lily.errors import ContextLengthError, DeviceError, InvalidRequestError
@@ -33,13 +34,13 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def engine(device: Target) -> Iterator[Engine]:
-    with open_engine(device.pick(None, TINY), max_context=2048) as engine:
+    with open_engine(device.pick(None, tiny_model()), max_context=2048) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def cold_engine(device: Target) -> Iterator[Engine]:
-    with open_engine(device.pick(None, TINY), max_context=2048) as engine:
+    with open_engine(device.pick(None, tiny_model()), max_context=2048) as engine:
         yield engine
 
 
@@ -176,7 +177,7 @@ def test_tools_are_not_forgotten_after_a_cache_hit(engine, cold_engine, device):
 
 def test_context_that_fills_up_during_a_conversation(device):
     room = device.pick(100, 64)
-    with open_engine(TINY, max_context=room) as engine, open_engine(TINY, max_context=room) as cold:
+    with open_engine(tiny_model(), max_context=room) as engine, open_engine(tiny_model(), max_context=room) as cold:
         session = engine.session()
         how = {"max_tokens": device.pick(40, 12), "ignore_eos": True}
         while len(engine.render_chat([*session.messages, {"role": "user", "content": "abc"}])) < room:
@@ -235,7 +236,7 @@ def test_failed_reply_leaves_the_conversation(engine, monkeypatch):
     following = r.next
 
     def failing() -> Any:
-        if next(calls) == 3:
+        if next(calls) == 2:
             raise DeviceError("injected")
         return following()
 
