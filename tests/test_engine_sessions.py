@@ -128,7 +128,7 @@ def test_turn_after_every_kind_of_ending(engine, cold_engine, ending):
 @pytest.mark.parametrize("read", sweep([0, 1, 2, 5], 0, 2))
 def test_turn_after_a_cancelled_reply(engine, cold_engine, read):
     session = engine.session(template_kwargs=NO_THINKING)
-    stream = session.stream("Tell me a story about a bird.", **greedy())
+    stream = session.stream("Tell me a story about a bird.", **greedy(max_tokens=24))
     shown = "".join(next(stream).text for _ in range(read))
     stream.close()
     if read:
