@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a prompt is cut into chunks, and where the state is worth keeping.
 
-Which kernel route runs depends on the number of rows, so edges are a function of the tokens alone (rule 4 of the
-design): a fixed grid of absolute positions, plus starts of messages.  Then a reused run executes exactly the remaining
-chunks of the cold run.
+Which kernel route runs depends on the number of rows, so edges are a function of the tokens alone (Reuse in
+docs/architecture.md): a fixed grid of absolute positions, plus starts of messages.  Then a reused run executes exactly
+the remaining chunks of the cold run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cut(tokens: Sequence[int], start: int, policy: Policy, message_start: int | 
     n = len(tokens)
     starts = [i for i, id in enumerate(tokens) if id == message_start and i] if message_start is not None else []
     keep = set(starts[-KEPT_MESSAGES:])
-    grid = set(range(policy.chunk, n, policy.chunk))
+    grid = set(policy.chunk_edges(n))
     # Kernels that give the same bits for any number of rows leave the edges free.
     edges = grid | (keep if policy.rows_invariant else set(starts)) | {n}
     if grid:

@@ -19,8 +19,8 @@ product.  The plan builder checks every dispatch (``lily/plan/legal.py``).
 
 Shapes use M rows of this step, H hidden, Hq/Hkv query and KV heads of D dims, Hk/Hv key and value heads of Dk/Dv dims,
 C = 2*Hk*Dk + Hv*Dv convolution channels, T conv taps, E experts, A = experts per token, I/Is widths of a routed and of
-the shared expert, V rows of the vocabulary.  Formulas: model.md section 5 (Qwen3.6-35B-A3B as mlx-lm computes it),
-all inside float32.
+the shared expert, V rows of the vocabulary.  Formulas: Qwen3.6-35B-A3B as mlx-lm computes it, all
+inside float32.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lily.errors import InvalidRequestError
 
-# Mechanisms that can be switched off by name (Engine(ablate=...), --ablate); what each replaces is in `plan --json`.
+# Mechanisms that can be switched off by name (Engine(ablate=...), --ablate); the text is what runs instead.
 ABLATIONS: dict[str, str] = {
     "overlap": "a barrier before every dispatch instead of only where a later kernel needs an earlier result",
     "handoff": "the host reads each token before it submits the next step",
@@ -40,7 +40,7 @@ class Policy:
     """Choices for one device.
 
     ``rows_invariant``: kernels give the same bits for any number of rows, so a state made by decode may serve another
-    request and chunk edges are free (rule 4 of the design).
+    request and chunk edges are free (architecture.md, Reuse).
     """
 
     device: str
@@ -65,7 +65,8 @@ class Policy:
     narrow_tiles: bool  # tiles of up to 16 rows, and tiles of two matrices, have half of tile_n outputs
     attention_queries: int  # rows times query heads of one KV head in a prefill attention tile
     sample_slice: int  # logits one group of the sampler reads
-    chunk: int  # rows of a prefill chunk; chunk edges lie on multiples of it
+    chunks: tuple[tuple[int, int], ...]  # (position from, rows of a prefill chunk that begins there), ascending
+    calibration_rows: int  # rows of the first prefill, if it is to tell the device's speed; 0: no limit on time
     buckets: tuple[int, ...]  # rows a prefill list is recorded for, ascending
     kv_step: int  # the KV cache grows to multiples of this many tokens
     score_rows: int  # rows of logits that `score` holds at once
@@ -78,6 +79,17 @@ class Policy:
     def bucket(self, rows: int) -> int:
         """The smallest recorded row count that holds ``rows``."""
         return next(b for b in self.buckets if b >= rows)
+
+    def chunk_edges(self, tokens: int) -> list[int]:
+        """Where a prompt of ``tokens`` tokens is cut: a grid of absolute positions, without its start and end.
+
+        Far from the start chunks are small, because one dispatch of attention reads all that came before, and macOS
+        stops what takes too long: 2,048 rows at 32,768 positions are 1.1 TFLOP in a layer of the 35B model.
+        """
+        edges, at = [], 0
+        while (at := at + _from(self.chunks, at)) < tokens:
+            edges.append(at)
+        return edges
 
     def gemv_shape(self, n: int, k: int, *, pair: bool = False, matrices: int = 1) -> tuple[int, int]:
         """(outputs, threads) of a group of a decode projection from ``k`` columns to ``n`` outputs.
@@ -146,7 +158,7 @@ POLICIES: dict[str, Policy] = {
         gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=1 << 30,
         attention_piece=256, attention_pieces=1 << 62, long_context=1 << 62, long_piece=256, pack=8,
         gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
-        sample_slice=16384, chunk=512, buckets=_BUCKETS, kv_step=1024, score_rows=64,
+        sample_slice=16384, chunks=((0, 512),), calibration_rows=0, buckets=_BUCKETS, kv_step=1024, score_rows=64,
     ),
     "metal": Policy(
         device="metal", act="bf16", layout="rows", row_block=1, rows_invariant=False,
@@ -154,7 +166,8 @@ POLICIES: dict[str, Policy] = {
         attention_piece=128, attention_pieces=64, long_context=32768, long_piece=512, pack=4,
         gemm_tiles=((0, 16), (17, 32), (256, 64)), moe_tiles=((0, 16), (12, 32), (48, 64)), tile_n=64,
         narrow_tiles=True, attention_queries=32,
-        sample_slice=4096, chunk=2048, buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
+        sample_slice=4096, chunks=((0, 2048), (32768, 1024), (65536, 512)), calibration_rows=256,
+        buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
     ),
 }  # fmt: skip
 POLICIES["cuda"] = replace(POLICIES["metal"], device="cuda")

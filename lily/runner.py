@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,11 +50,18 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-_Key = tuple[str, int, int]  # kind of plan, rows, and: how to sample, or how many top ids to score
-_DECODE: _Key = ("decode", 1, 0)
 _SAMPLED, _GREEDY, _LOGPROBS = range(3)
 _ATTEMPTS = 3  # at a chunk of the prompt
-_MAX_RECORDED = 64  # plans kept; only `score` with ever new numbers of top ids makes so many
+_MAX_RECORDED = 64  # plans kept; `score` with ever new numbers of top ids, or replies of many lengths, make so many
+
+
+class _Key(NamedTuple):
+    """What a plan was made for."""
+
+    kind: str
+    rows: int
+    option: int  # how to sample, or how many top ids to score
+    reach: int  # tokens of the KV cache that it covers
 
 
 @dataclass
@@ -81,10 +88,11 @@ class Runner:
         self._snapshots: list[_Snapshot] = []
         self._snapshot_limit = snapshots
         self._capacity = 0
-        # Of the running reply: tokens asked for, read, and allowed before the KV cache must grow; the last id.
+        # Of the running reply: tokens asked for, read, and that the lists in use can give; the last id.
         self._limit = self._produced = self._burst = self._last = 0
         self._logprobs = False
-        self._sample_key: _Key = ("sample", 1, _GREEDY)
+        self._sampling = _GREEDY
+        self._calibrated = not policy.calibration_rows
         self._plans: dict[_Key, Plan] = {}
         self._recorded: dict[_Key, tuple[CommandList, CommandList]] = {}
         self._buffers: dict[str, Buffer] = dict(weight_buffers)
@@ -177,8 +185,8 @@ class Runner:
 
     def _plan(self, key: _Key) -> Plan:
         if key not in self._plans:
-            kind, rows, option = key
-            b = Builder(self.config, self.policy, rows=rows, capacity=self._capacity, weights=self.weights)
+            kind, rows, option, reach = key
+            b = Builder(self.config, self.policy, rows=rows, capacity=reach, weights=self.weights)
             if kind == "decode":
                 self._plans[key] = decode_plan(b)
             elif kind == "sample":
@@ -205,7 +213,18 @@ class Runner:
         return names
 
     def _prefill_key(self, rows: int) -> _Key:
-        return ("prefill", self.policy.bucket(rows), 0)
+        return _Key("prefill", self.policy.bucket(rows), 0, self._capacity)
+
+    def _decode_key(self) -> _Key:
+        """Decode from here on. How attention is split among groups, and so its bits, follows from a plan's reach.
+
+        Hence the reach follows from the position and not from the cache, which is as large as an earlier request
+        needed (architecture.md, Reuse).
+        """
+        return _Key("decode", 1, 0, min(self.policy.kv_capacity(len(self.tokens) + 1), self.max_context))
+
+    def _sample_key(self) -> _Key:
+        return _Key("sample", 1, self._sampling, self._capacity)
 
     # ---- reuse of earlier work
     def resume(self, prompt: Sequence[int]) -> int:
@@ -257,27 +276,45 @@ class Runner:
     def prefill(self, chunk: Sequence[int]) -> None:
         """Appends ``chunk`` (at most the largest bucket) and waits."""
         self.reserve(len(self.tokens) + len(chunk))
-        self._run_chunk(chunk, self._lists(self._prefill_key(len(chunk))))
+        self._run_chunk(chunk, self._prefill_key(len(chunk)))
 
-    def _run_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> int:
-        """Appends ``chunk`` and waits; returns its ticket. When that fails the sequence is as before.
+    def _run_chunk(self, chunk: Sequence[int], *keys: _Key) -> int:
+        """Appends ``chunk`` with these plans and waits; returns its ticket. When that fails the sequence is as before.
 
         A submission that the device gave up (macOS stops GPU work that keeps the screen waiting; the device then cuts
         it into smaller pieces) is made again: the state slot that it reads from is intact.
         """
-        start = len(self.tokens)
+        self._calibrate(chunk)
+        start, lists = len(self.tokens), self._lists(*keys)
         for attempt in range(_ATTEMPTS):
             try:
                 ticket = self._submit_chunk(chunk, lists)
                 self.device.wait(ticket)
                 return ticket
             except DeviceError as error:
-                self._slot ^= 1
-                self._previous = -1
-                del self.tokens[start:]
+                self._take_back(start)
                 if not error.again or attempt == _ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable")
+
+    def _calibrate(self, chunk: Sequence[int]) -> None:
+        """Before the first large chunk a part of it, from which the device learns how long its work may be at a time.
+
+        What it gives is dropped: chunk edges must follow from the tokens alone (architecture.md, Reuse).
+        """
+        rows = self.policy.calibration_rows
+        if self._calibrated or len(chunk) <= rows:
+            return
+        self._calibrated = True
+        start = len(self.tokens)
+        self._run_chunk(chunk[:rows], self._prefill_key(rows))
+        self._take_back(start)
+
+    def _take_back(self, start: int) -> None:
+        """Forgets the chunk that began at ``start``; the slot with the state before it is intact."""
+        self._slot ^= 1
+        self._previous = -1
+        del self.tokens[start:]
 
     def _submit_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> int:
         start, slot = len(self.tokens), self._slot
@@ -308,17 +345,16 @@ class Runner:
             self._buffers["bias.values"].array(np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
         )  # fmt: skip
         self._logprobs = params.logprobs is not None
-        how = _LOGPROBS if self._logprobs else _GREEDY if params.greedy else _SAMPLED
-        self._sample_key = ("sample", 1, how)
-        prefill, _, sample = self._lists(self._prefill_key(len(chunk)), _DECODE, self._sample_key)
-        ticket = self._run_chunk(chunk, [prefill, sample])
+        self._sampling = _LOGPROBS if self._logprobs else _GREEDY if params.greedy else _SAMPLED
+        ticket = self._run_chunk(chunk, self._prefill_key(len(chunk)), self._sample_key())
         self._begin(limit)
         self._pipeline.adopt(ticket)
 
     def _begin(self, limit: int) -> None:
-        """Points the pipeline at the lists for the room that the KV cache has."""
-        room = self._capacity - len(self.tokens)  # the first token of a request needs none
-        decode, sample = self._lists(_DECODE, self._sample_key)
+        """Points the pipeline at the lists for this position; nothing is in flight."""
+        key = self._decode_key()
+        decode, sample = self._lists(key, self._sample_key())
+        room = key.reach - len(self.tokens)  # the first token of a request needs none
         handles = [[item.handle for item in (decode[slot], sample[slot])] for slot in (0, 1)]
         depth = 1 if self.policy.off("handoff") else 2
         first = 1 if self._produced == 0 else 0
@@ -330,7 +366,7 @@ class Runner:
         if self._produced >= self._limit:
             return None
         if self._pipeline.finished >= self._burst:
-            self._grow_and_go_on()
+            self._reach_further()
         result = self._pipeline.next()
         if result is None:
             self._check_failure()
@@ -363,8 +399,8 @@ class Runner:
         self.tokens.append(self._last)
         self._slot ^= 1
 
-    def _grow_and_go_on(self) -> None:
-        """The KV cache is full and nothing is in flight: more room, lists recorded anew, the next burst."""
+    def _reach_further(self) -> None:
+        """The lists end here and nothing is in flight: more room if need be, the next lists, the next burst."""
         self.reserve(len(self.tokens) + 1)
         self._begin(self._limit - self._produced)
 
@@ -393,11 +429,10 @@ class Runner:
         sizes = {"targets": 1, "logprobs": 1, "flags": 1, "ids": max(top, 4), "values": max(top, 4)}
         for name, width in sizes.items():
             self._allocate(f"score.{name}", self.policy.buckets[-1] * width * 4)
-        lists = self._lists(("score", rows, top))
         n = len(chunk)
         self._buffers["request"].array(REQUEST_DTYPE)["vocab"] = self.vocab
         self._buffers["score.targets"].array(np.int32)[:n] = targets
-        self._run_chunk(chunk, lists)
+        self._run_chunk(chunk, _Key("score", rows, top, self._capacity))
         out = {name: self._buffers[f"score.{name}"] for name in ("logprobs", "ids", "values", "flags")}
         return (
             out["logprobs"].array(np.float32)[:n].copy(),

@@ -141,7 +141,6 @@ static int open_device(const char *text, lily_device **out) {
     d->users = 1;
     d->process = (long)getpid();
     d->slice = o.slice_ms * 1e-3;
-    d->rate = GUESSED_RATE;
     snprintf(d->capture, sizeof d->capture, "%s", o.capture);
     d->capture_ticket = o.capture_ticket;
     pthread_mutex_init(&d->mutex, NULL);

@@ -3,8 +3,8 @@
 //
 // A submission is normally one command buffer with one concurrent encoder.  macOS stops GPU work that runs too long, so
 // lists whose estimated time exceeds the device's slice are cut into several command buffers, at barriers only; hazard
-// tracking orders these, and the cut takes the barrier's place.  The estimate is threads times seconds per thread: a
-// guess for a slow GPU at first, then what the list itself, or another large one, was measured to take.
+// tracking orders these, and the cut takes the barrier's place.  The estimate is threads times seconds per thread: what
+// the list itself, or another large one, was measured to take; before anything was, a guess for a slow GPU.
 #ifndef LILY_METAL_ENCODE_H
 #define LILY_METAL_ENCODE_H
 
@@ -26,6 +26,10 @@ static void learn(double *rate, double measured) {
     *rate = measured > decayed ? measured : decayed;
 }
 
+static double rate_of(const lily_device *d, const lily_list *list) {
+    return list->rate > 0 ? list->rate : d->rate > 0 ? d->rate : GUESSED_RATE;
+}
+
 static void record_success(lily_device *d, submission *s, const piece *p, double seconds) {
     s->seconds += seconds;
     if (!p->list || seconds <= 0 || p->work <= 0) return;
@@ -38,7 +42,7 @@ static void record_failure(lily_device *d, submission *s, const piece *p, NSErro
     char text[ERROR_BYTES];
     describe(f, p, error, text, sizeof text);
     if (f->too_long && d->slice > SHORTEST_SLICE) d->slice /= 2;
-    if (f->too_long && p->list) p->list->rate *= 2;
+    if (f->too_long && p->list) p->list->rate = 2 * rate_of(d, p->list);
     if (f->code == LILY_ELOST) snprintf(d->lost, sizeof d->lost, "%s", text);
     if (s->code) return; // what follows a failure in the same submission only has worse data
     s->code = f->code;
@@ -158,7 +162,7 @@ static void encode(lily_device *d, submission *s, lily_list *const *lists, uint3
     double rates[MAX_LISTS] = {0}, seconds = 0;
     pthread_mutex_lock(&d->mutex);
     for (uint32_t i = 0; i < count; i++) {
-        rates[i] = lists[i]->rate > 0 ? lists[i]->rate : d->rate;
+        rates[i] = rate_of(d, lists[i]);
         seconds += rates[i] * lists[i]->work;
     }
     e.slice = d->slice;

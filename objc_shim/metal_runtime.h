@@ -78,7 +78,7 @@ struct lily_list {
     lily_buffer *constants;
     id<MTLIndirectCommandBuffer> replay; // the whole list, encoded once; nil: encoded at every submission
     uint32_t count, capacity, bindings, binding_capacity, param_bytes, param_capacity;
-    double work, rate; // threads in all; seconds per thread, measured or guessed
+    double work, rate; // threads in all; seconds per thread, 0 until measured
     bool ended;
 };
 
@@ -150,7 +150,7 @@ struct lily_device {
     uint64_t submitted, pieces;
     _Atomic uint64_t completed;
     double slice;           // seconds that a command buffer should not exceed; 0: no limit
-    double rate;            // seconds per thread, for lists that were not measured yet
+    double rate;            // seconds per thread, for lists that were not measured yet; 0: nothing was
     char lost[ERROR_BYTES]; // why the device cannot be used any more
 
     char capture[PATH_BYTES];

@@ -34,7 +34,7 @@ from lily.errors import DeviceError
 TEXT_IDS = 960  # ids below are text in the tokenizer of random-tiny
 EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512)
 # Chunks of which a text of a few holds in the context of random-tiny, and in a test.
-GRID, EMULATED_GRID = {"chunk": 512}, {"chunk": 32, "buckets": (8, 32)}
+GRID, EMULATED_GRID = {"chunks": ((0, 512),)}, {"chunks": ((0, 32),), "buckets": (8, 32)}
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
@@ -43,7 +43,7 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 def small_steps(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """Tiny growth steps and chunks, so that short texts cross their edges."""
-    return policy(**{"kv_step": 8, "chunk": 16, "buckets": (8, 16), **changes})
+    return policy(**{"kv_step": 8, "chunks": ((0, 16),), "buckets": (8, 16), **changes})
 
 
 def run_cut(engine: Engine, tokens: Sequence[int], cuts: Sequence[int]) -> tuple[bytes, bytes]:
@@ -475,6 +475,46 @@ def test_growth_of_the_cache_in_the_middle_of_a_reply(device):
             assert outcome(engine, got) == outcome(roomy, want)
             assert current_state(engine) == current_state(roomy)
             check(engine, roomy, prompt + got.token_ids, cached=tokens)
+
+
+def test_a_cache_that_is_larger_than_needed_changes_no_bit(device, monkeypatch):
+    """Attention is split by how far a sequence has come, not by the room that an earlier one needed.
+
+    A split shows in few results only, since they are rounded afterwards; so the plans are compared too.
+    """
+    prompt, longer, reaches = random_tokens(10), random_tokens(100, 1), []
+    with small_steps(), open_engine(tiny_model(), max_context=2048) as engine:
+        runner = runner_of(engine)
+        plan = runner._plan
+        monkeypatch.setattr(runner, "_plan", lambda key: reaches.append(key) or plan(key))
+        want = ask(engine, prompt, 20)
+        cold, capacity = (outcome(engine, want), current_state(engine)), runner.capacity
+        assert [key.reach for key in reaches if key.kind == "decode"] == [16, 24, 32]
+        ask(engine, longer, 2)
+        assert runner.capacity > 2 * capacity
+        runner.reset()
+        reaches.clear()
+        assert (outcome(engine, ask(engine, prompt, 20)), current_state(engine)) == cold
+        assert [key.reach for key in reaches if key.kind == "decode"] == [16, 24, 32]
+
+
+def test_the_first_large_chunk_follows_a_small_one_that_counts_for_nothing(device, monkeypatch):
+    """From that the device learns how much work macOS lets it do at a time."""
+    prompt, rows = random_tokens(30), []
+    with small_steps(), open_engine(tiny_model(), max_context=2048) as plain:
+        want = ask(plain, prompt, 3)
+        state = current_state(plain)
+        with small_steps(calibration_rows=8), open_engine(tiny_model(), max_context=2048) as engine:
+            submit = runner_of(engine)._submit_chunk
+            monkeypatch.setattr(
+                runner_of(engine), "_submit_chunk", lambda chunk, lists: rows.append(len(chunk)) or submit(chunk, lists)
+            )
+            got = ask(engine, prompt, 3)
+            assert outcome(engine, got) == outcome(plain, want)
+            assert current_state(engine) == state
+            ask(engine, random_tokens(30, 1), 1)
+    chunks = [16, *device.pick([13, 1], [14])]
+    assert rows == [8, *chunks, *chunks]
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,16 @@ def test_a_list_that_was_measured_to_be_short_is_not_cut_again(metal: Standin, o
     w.close()
 
 
+def test_what_one_list_was_measured_to_take_replaces_the_guess_for_others(metal: Standin, opened: Open) -> None:
+    w = Work(opened(slice_ms=200))  # pieces of less than 1e7 threads would say nothing about others
+    w.device.wait(w.device.submit([long_list(w)]))
+    first = commits(metal)
+    w.device.wait(w.device.submit([long_list(w)]))
+    assert first > 1
+    assert commits(metal) == first + 1
+    w.close()
+
+
 def test_a_slice_of_zero_never_cuts(metal: Standin, opened: Open) -> None:
     w = Work(opened(slice_ms=0))
     w.device.wait(w.device.submit([long_list(w)]))

@@ -19,8 +19,8 @@ from lily.policy import Policy
 class Builder:
     """Collects the dispatches of one list.
 
-    ``rows`` is the row bucket, ``capacity`` the KV cache's size in tokens, ``context`` the number of tokens that
-    traffic is counted for.
+    ``rows`` is the row bucket, ``capacity`` how many tokens of the KV cache it may use, ``context`` the number
+    of tokens that traffic is counted for.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 """Sizes and places of everything that is not a weight: state slots, KV cache, step inputs, sampler memory.
 
 Recurrent and convolution state live in two slots, A and B: a step reads one and writes the other, so that the slot
-before the last step is intact (rule 1 of the design).  Plans name the slots ``state.in`` and ``state.out`` (likewise
+before the last step is intact (architecture.md, Slots).  Plans name the slots ``state.in`` and ``state.out`` (likewise
 ``step`` and ``ids``); binding decides which is A.
 """
 

@@ -36,7 +36,7 @@ def plan_report(
     ``bytes`` sums, over the dispatches, the distinct bytes that each reads and writes; ``minimum_bytes`` is
     ``minimum_bytes()`` for the same rows and context.  Raises InvalidRequestError.
     """
-    rows = rows or (1 if phase == "decode" else min(policy.chunk, policy.buckets[-1]))
+    rows = rows or (1 if phase == "decode" else policy.chunks[0][1])
     check_rows(policy, rows)
     if phase == "decode" and rows != 1:
         raise InvalidRequestError(f"{rows} rows in decode; it has one row, more are the phase prefill")
