@@ -47,8 +47,12 @@ ISA_FLAGS = {
 
 # The oldest macOS that has Metal 3.2's coherent device memory, on which the Metal device relies.
 MACOS_FLOOR = "15.0"
-METAL_FLAGS = ("-fblocks", "-fno-objc-arc")
-METAL_LINK_FLAGS = ("-framework", "Metal", "-framework", "Foundation", "-framework", "CoreFoundation", "-lobjc")
+METAL_FLAGS = ("-std=gnu11", "-fblocks", "-fno-objc-arc")
+METAL_LINK_FLAGS = (
+    "-framework", "Metal", "-framework", "Foundation", "-framework", "CoreFoundation", "-lobjc",
+    # Nothing calls it, but Metal has no default GPU in a command-line program without it.
+    "-Wl,-needed_framework,CoreGraphics",
+)  # fmt: skip
 
 # Folders of the checkout that the package reads at run time as lily/data/FOLDER.
 SHARED_SOURCES = {"objc_shim": ("lily_device.h",), "shaders": ("*.metal", "*.h")}

@@ -29,7 +29,7 @@ from lily.shader_library import shader_options
 
 ABI_VERSION = 1
 OK, EINVAL, ENOMEM, ENOTFOUND, EFAILED, ETIMEOUT, ELOST = range(7)
-_FOREVER = (1 << 64) - 1
+_SLICE = 50_000_000  # nanoseconds
 _SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 _LIBRARIES = {"cpu": Path(__file__).parent / f"cpu/liblily_cpu.{_SUFFIX}"}
 if sys.platform == "darwin":
@@ -108,10 +108,14 @@ def library_path(device: str) -> Path:
 def environment_options(device: str) -> dict[str, object]:
     """Options from LILY_METAL="key=value key=value": what a user may want to try on one GPU, and what tests need."""
     text = os.environ.get("LILY_METAL", "") if device == "metal" else ""
-    words = shlex.split(text)
+    form = "it takes key=value, separated by spaces (objc_shim/README.md)"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise DeviceError(f"LILY_METAL={text} cannot be read ({error}); {form}") from None
     wrong = next((word for word in words if "=" not in word), None)
     if wrong is not None:
-        raise DeviceError(f"LILY_METAL holds {wrong!r}; it takes key=value, separated by spaces (objc_shim/README.md)")
+        raise DeviceError(f"LILY_METAL holds {wrong!r}; {form}")
     return {key: value for key, _, value in (word.partition("=") for word in words)}
 
 
@@ -191,7 +195,7 @@ class Device:
         self.notes: dict[str, str] = {}  # what the host found out about it
         self.lib = _load(library or library_path(name))
         options = environment_options(name) | options
-        handle, message = ctypes.c_void_p(), ctypes.create_string_buffer(1024)
+        handle, message = ctypes.c_void_p(), ctypes.create_string_buffer(16384)
         with _shaders(name, options) as shaders:
             text = "\n".join(f"{k}={v}" for k, v in (shaders | options).items() if v is not None)
             code = self.lib.lily_open(text.encode(), ctypes.byref(handle), message, len(message))
@@ -281,11 +285,14 @@ class Device:
         return ticket.value
 
     def wait(self, ticket: int, timeout: float | None = None) -> bool:
-        """Whether ``ticket`` finished within ``timeout`` seconds; DeviceError if it failed. Releases the GIL."""
-        nanoseconds = _FOREVER if timeout is None else int(timeout * 1e9)
-        code = self.lib.lily_wait(self.handle, ticket, nanoseconds)
-        if code == ETIMEOUT:
-            return False
+        """Whether ``ticket`` finished within ``timeout`` seconds; DeviceError if it failed. Releases the GIL.
+
+        Without a timeout it waits in slices, so that Ctrl-C breaks in.
+        """
+        nanoseconds = _SLICE if timeout is None else int(timeout * 1e9)
+        while (code := self.lib.lily_wait(self.handle, ticket, nanoseconds)) == ETIMEOUT:
+            if timeout is not None:
+                return False
         self._check(code)
         return True
 

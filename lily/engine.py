@@ -90,7 +90,7 @@ class Engine:
         self.model = resolve_model(None if model is None else str(model))
         with Checkpoint.open(self.model.path) as checkpoint:
             self._describe(checkpoint)
-            options = {"threads": threads} if name == "cpu" else tuned_options(name, self.model.name)
+            options = {"threads": threads} if name == "cpu" else tuned_options(name, self.model.key)
             self._device = open_checked(device, **options)
             try:
                 self._load(checkpoint, device, max_context, progress)

@@ -103,8 +103,8 @@ class Kernel:
     ``params`` are run-time scalars (one struct after the buffers); ``constants`` specialise the pipeline (function
     constants on Metal).  ``max_threads`` is the largest threadgroup a device may launch it with.
     ``legal`` and ``gpu`` are the module's notation for legal shapes.
-    ``replaces`` names the mechanism whose off variant this row is, or is ``probe`` for what only measures the machine;
-    such rows may be absent on a device.
+    ``replaces`` names the mechanism whose off variant this row is; such a row may be absent on a device.
+    ``probe``: it only measures the machine, no plan has it.
     """
 
     name: str
@@ -116,13 +116,7 @@ class Kernel:
     legal: str = ""
     gpu: str = ""
     replaces: str | None = None
-
-    def arg_index(self, name: str) -> int:
-        """Buffer index of the argument called ``name``; KeyError if there is none."""
-        for i, a in enumerate(self.args):
-            if a.name == name:
-                return i
-        raise KeyError(f"kernel {self.name} has no argument {name!r}; it has {[a.name for a in self.args]}")
+    probe: bool = False
 
 
 @dataclass
@@ -168,6 +162,7 @@ _t.add(
     "src:r:u8[n] dst:w:u8[n]",
     "bytes:u32",
     legal="bytes%16",
+    probe=True,
 )
 
 # ---- decode: one row ----------------------------------------------------------------------------------------------
@@ -180,6 +175,7 @@ _t.add(
     "bits group",
     legal=_QUANTISED,
     gpu=_SINGLE,
+    max_threads=256,
 )
 _t.add(
     "gemv_norm_f32",
@@ -189,6 +185,7 @@ _t.add(
     "bits group",
     legal=_QUANTISED,
     gpu=_SINGLE,
+    max_threads=256,
 )
 _t.add(
     "gemv_norm_swiglu",
@@ -198,6 +195,7 @@ _t.add(
     "bits group",
     legal=_QUANTISED,
     gpu=_PAIR,
+    max_threads=256,
 )
 _t.add(
     "gemv_residual",
@@ -207,6 +205,7 @@ _t.add(
     "bits group",
     legal=_QUANTISED,
     gpu=_SINGLE,
+    max_threads=256,
 )
 _t.add(
     "gdn_step",
@@ -221,6 +220,7 @@ _t.add(
     "hk hv dk dv taps",
     legal=_GDN + " taps<=8",
     gpu=_GDN_GPU + " dk*dv<=16384",
+    max_threads=512,
 )
 _t.add(
     "attn_decode",
@@ -235,6 +235,7 @@ _t.add(
     "hq hkv dim rot pack fixed",
     legal=_ATTENTION + " rot%2 rot<=dim",
     gpu=_ATTENTION_GPU,
+    max_threads=256,
 )
 _t.add(
     "attn_combine",
@@ -254,6 +255,7 @@ _t.add(
     "bits group",
     legal=_QUANTISED + " dim%16",
     gpu=_SINGLE,
+    max_threads=256,
 )
 _t.add(
     "moe_gate_up",
@@ -266,6 +268,7 @@ _t.add(
     "bits group",
     legal=_QUANTISED + " active<=experts",
     gpu=_PAIR + " " + _ROUTED_GPU,
+    max_threads=256,
 )
 _t.add(
     "moe_down",
@@ -277,6 +280,7 @@ _t.add(
     "bits group shared_bits shared_group",
     legal=_QUANTISED + " shared_bits=4|8 shared_group=32|64|128 ks%shared_group",
     gpu=_SINGLE,
+    max_threads=256,
 )
 
 # ---- prefill: M rows ----------------------------------------------------------------------------------------------
@@ -295,6 +299,7 @@ _t.add(
     "bits group tile_m",
     legal=_QUANTISED,
     gpu=_TILE,
+    max_threads=128,
 )
 _t.add(
     "gemm_f32",
@@ -305,6 +310,7 @@ _t.add(
     "bits group tile_m",
     legal=_QUANTISED,
     gpu=_TILE,
+    max_threads=128,
 )
 _t.add(
     "gemm_swiglu",
@@ -314,6 +320,7 @@ _t.add(
     "bits group tile_m",
     legal=_QUANTISED,
     gpu=_TILE,
+    max_threads=128,
 )
 _t.add(
     "gemm_residual",
@@ -323,6 +330,7 @@ _t.add(
     "bits group tile_m",
     legal=_QUANTISED,
     gpu=_TILE,
+    max_threads=128,
 )
 _t.add(
     "gdn_conv",
@@ -335,6 +343,7 @@ _t.add(
     "hk hv dk dv taps",
     legal=_GDN + " taps<=8",
     gpu=_GDN_GPU,
+    max_threads=256,
 )
 _t.add(
     "gdn_scan",
@@ -346,6 +355,7 @@ _t.add(
     "hk hv dk dv",
     legal=_GDN,
     gpu=_GDN_GPU,
+    max_threads=256,
 )
 _t.add(
     "gdn_gate",
@@ -376,6 +386,7 @@ _t.add(
     "hq hkv dim",
     legal=_ATTENTION,
     gpu=_ATTENTION_GPU,
+    max_threads=256,
 )
 _t.add(
     "route_topk",
@@ -384,6 +395,7 @@ _t.add(
     "experts:u32 active:u32 renorm:u32",
     legal="active<=experts",
     gpu=_ROUTED_GPU,
+    max_threads=32,
 )
 _t.add(
     "route_group",
@@ -405,6 +417,7 @@ _t.add(
     "bits group tile_m",
     legal=_QUANTISED,
     gpu=_TILE,
+    max_threads=128,
 )
 _t.add(
     "moe_gemm_down",
@@ -414,6 +427,7 @@ _t.add(
     "bits group tile_m",
     legal=_QUANTISED,
     gpu=_TILE,
+    max_threads=128,
 )
 _t.add(
     "moe_combine",
@@ -480,6 +494,7 @@ _t.add(
     top_ids:r:i32[20] top_values:r:f32[20] next_ids:w:i32[1] history:w:i32[n] counts:rw:u32[V]
     outputs:w:Output[64]""",
     "groups:u32 logprobs:u32",
+    max_threads=32,
 )
 _t.add(
     "score_rows",
@@ -501,6 +516,7 @@ _t.add(
     legal=_QUANTISED,
     gpu=_SINGLE,
     replaces="combine-fusion",
+    max_threads=256,
 )
 _t.add(
     "moe_gemv",
@@ -513,6 +529,7 @@ _t.add(
     legal=_QUANTISED,
     gpu=_SINGLE,
     replaces="expert-fusion",
+    max_threads=256,
 )
 _t.add(
     "swiglu",
@@ -531,6 +548,7 @@ _t.add(
     legal=_ATTENTION,
     gpu=_ATTENTION_GPU,
     replaces="attention-fusion",
+    max_threads=256,
 )
 _t.add(
     "gdn_scan_blocked",
@@ -563,6 +581,7 @@ _t.add(
     legal="k%32",
     gpu=_TILE,
     replaces="fused-dequantisation",
+    max_threads=128,
 )
 
 # ---- probes: what the machine can do at most, measured by `lily doctor`; no plan has them ----------------------------
@@ -570,7 +589,7 @@ _t.add(
     "probe_level",
     "x[0] += 1: next to nothing, so that a list of these costs what its dispatches and barriers cost. One group.",
     "x:rw:u32[4]",
-    replaces="probe",
+    probe=True,
 )
 _t.add(
     "probe_read",
@@ -579,7 +598,7 @@ _t.add(
     "src:r:u8[bytes] sums:w:u32[G]",
     "bytes:u32 block:u32",
     legal="bytes%16 block%64",
-    replaces="probe",
+    probe=True,
 )
 _t.add(
     "probe_matrix",
@@ -588,7 +607,7 @@ _t.add(
     "x:r:act[64,64] w:r:act[64,64] y:w:f32[G,64,64]",
     "rounds:u32",
     max_threads=128,
-    replaces="probe",
+    probe=True,
 )
 
 del _t

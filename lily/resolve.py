@@ -35,6 +35,13 @@ class ResolvedModel:
     revision: str | None = None
     embedded: bool = False
 
+    @property
+    def key(self) -> str:
+        """What tells this model from every other one on this machine."""
+        if self.embedded:
+            return self.name
+        return f"{self.name}@{self.revision}" if self.revision else str(self.path.resolve())
+
 
 @dataclass(frozen=True)
 class HubModel:

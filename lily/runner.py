@@ -10,12 +10,14 @@ Not handled: several sequences at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lily import structs
 from lily._submit import DecodePipeline
 from lily.config import ModelConfig
 from lily.device import Buffer, CommandList, Device
@@ -23,20 +25,10 @@ from lily.errors import ContextLengthError, DeviceError
 from lily.host_steps import record, run_ahead
 from lily.kernels import OUTPUT_RING, STATUS_NONFINITE
 from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
-from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, step_buffers, struct_bytes
+from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, step_buffers
 from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
-from lily.sampling import REQUEST_DTYPE, SamplingParams, fill_request
-
-STEP_DTYPE = np.dtype([("position", "<i4"), ("rows", "<i4"), ("count", "<i4"), ("stopped", "<i4")])
-OUTPUT_DTYPE = np.dtype(
-    [
-        ("token", "<i4"), ("position", "<i4"), ("status", "<i4"), ("count", "<i4"), ("logprob", "<f4"),
-        ("top_count", "<i4"), ("top_ids", "<i4", (20,)), ("top_logprobs", "<f4", (20,)),
-    ]
-)  # fmt: skip
-assert OUTPUT_DTYPE.itemsize == struct_bytes("Output")
-assert REQUEST_DTYPE.itemsize == struct_bytes("Request")
+from lily.sampling import SamplingParams, fill_request
 
 
 @dataclass(frozen=True)
@@ -110,10 +102,10 @@ class Runner:
                 self._buffers.pop(name).free()
             raise
         outputs = self._buffers["outputs"]
-        self._outputs = outputs.array(OUTPUT_DTYPE)
+        self._outputs = outputs.array(structs.OUTPUT)
         self._pipeline = DecodePipeline(
             device.handle, device.function("lily_submit"), device.function("lily_wait"), outputs.address,
-            OUTPUT_DTYPE.itemsize, OUTPUT_RING,
+            structs.OUTPUT.itemsize, OUTPUT_RING,
         )  # fmt: skip
 
     # ---- memory
@@ -318,7 +310,7 @@ class Runner:
 
     def _submit_chunk(self, chunk: Sequence[int], lists: Sequence[tuple[CommandList, CommandList]]) -> int:
         start, slot = len(self.tokens), self._slot
-        step = self._buffers[f"step.{'AB'[slot]}"].array(STEP_DTYPE)
+        step = self._buffers[f"step.{'AB'[slot]}"].array(structs.STEP)
         step[0] = (start, len(chunk), 0, 0)
         self._buffers[f"ids.{'AB'[slot]}"].array(np.int32)[: len(chunk)] = chunk
         self._buffers["history"].array(np.int32)[start : start + len(chunk)] = chunk
@@ -341,7 +333,7 @@ class Runner:
         prompt = len(self.tokens) + len(chunk)
         self.reserve(min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
         fill_request(
-            self._buffers["request"].array(REQUEST_DTYPE)[0], self._buffers["bias.ids"].array(np.int32),
+            self._buffers["request"].array(structs.REQUEST)[0], self._buffers["bias.ids"].array(np.int32),
             self._buffers["bias.values"].array(np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
         )  # fmt: skip
         self._logprobs = params.logprobs is not None
@@ -430,7 +422,7 @@ class Runner:
         for name, width in sizes.items():
             self._allocate(f"score.{name}", self.policy.buckets[-1] * width * 4)
         n = len(chunk)
-        self._buffers["request"].array(REQUEST_DTYPE)["vocab"] = self.vocab
+        self._buffers["request"].array(structs.REQUEST)["vocab"] = self.vocab
         self._buffers["score.targets"].array(np.int32)[:n] = targets
         self._run_chunk(chunk, _Key("score", rows, top, self._capacity))
         out = {name: self._buffers[f"score.{name}"] for name in ("logprobs", "ids", "values", "flags")}
@@ -451,8 +443,10 @@ class Runner:
             )
 
     def close(self) -> None:
-        """Frees lists and buffers; the weights' too."""
+        """Frees lists and buffers; the weights' too. Waits for all that may still run."""
         self._pipeline.drain()
+        with suppress(DeviceError):  # of what failed nobody wants to know any more
+            self.device.wait(self.device.submit([]))
         self._drop_lists()
         for b in self._buffers.values():
             b.free()

@@ -28,15 +28,6 @@ _SAME_NAMES = (
     "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 
-REQUEST_DTYPE = np.dtype(
-    [
-        ("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<i4"), ("repetition_penalty", "<f4"),
-        ("repetition_window", "<i4"), ("presence_penalty", "<f4"), ("frequency_penalty", "<f4"), ("seed_low", "<u4"),
-        ("seed_high", "<u4"), ("vocab", "<i4"), ("bias_count", "<i4"), ("stop_count", "<i4"), ("top_logprobs", "<i4"),
-        ("stop_ids", "<i4", (MAX_STOP_IDS,)),
-    ]
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class SamplingParams:

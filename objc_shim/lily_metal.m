@@ -65,17 +65,18 @@ static int check_capture(const open_options *o) {
     if ([[MTLCaptureManager sharedCaptureManager] supportsDestination:MTLCaptureDestinationGPUTraceDocument])
         return LILY_OK;
     return fail(LILY_EFAILED,
-        "Metal cannot write a GPU trace to %s; set METAL_CAPTURE_ENABLED=1 before the program starts", o->capture);
+        "Metal cannot write a GPU trace to %s; set MTL_CAPTURE_ENABLED=1 before the program starts", o->capture);
 }
 
 static int start(lily_device *d, const open_options *o) {
-    // Both are read when Metal starts; what the user set stays.
+    // These are read when Metal starts; what the user set stays.
     setenv("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1", 0);
-    if (o->capture[0]) setenv("METAL_CAPTURE_ENABLED", "1", 0);
+    if (o->capture[0]) setenv("MTL_CAPTURE_ENABLED", "1", 0), setenv("METAL_CAPTURE_ENABLED", "1", 0);
     d->gpu = find_gpu();
     int code = check_gpu(d->gpu);
     if (!code) code = check_capture(o);
     if (code) return code;
+    [d->gpu setShouldMaximizeConcurrentCompilation:YES];
     d->queue = [d->gpu newCommandQueueWithMaxCommandBufferCount:QUEUE_CAPACITY];
     if (!d->queue) return fail(LILY_EFAILED, "%s gave no command queue", text_of([d->gpu name]));
     code = replay_open(d, o);

@@ -60,11 +60,13 @@ static id<MTLBinaryArchive> cache_load(id<MTLDevice> gpu, const char *path, NSEr
     return [gpu newBinaryArchiveWithDescriptor:descriptor error:error];
 }
 
-// `key` names the sources and how they are compiled, the GPU and the system.
+// `key` names all that pipelines depend on.  Earlier systems had faults in archives (Blender's Cycles, which found out by
+// use, leaves them alone before 15.4).
 static void cache_open(pipeline_cache *c, id<MTLDevice> gpu, const char *option, uint64_t key) {
     char folder[PATH_BYTES];
     NSError *error = nil;
     if (!strcmp(option, "off")) return cache_off(c, "%s", "off");
+    if (!option[0] && macos_version() < 1504) return cache_off(c, "off: %s", "macOS before 15.4");
     if (!cache_folder(c, option, folder, sizeof folder)) return;
     const int length = snprintf(c->path, sizeof c->path, "%s/" CACHE_PREFIX "%016llx", folder, (unsigned long long)key);
     if (length >= (int)sizeof c->path) return cache_off(c, "off: %s", "the folder's path is too long");

@@ -21,6 +21,13 @@ typedef struct {
     uint64_t *key;    // of the cache of pipelines
 } library_origin;
 
+// A compiler's text from the first line with an error on: warnings come before it, and room for it is limited.
+static const char *first_error(const char *text) {
+    const char *at = strstr(text, " error: ");
+    while (at && at > text && at[-1] != '\n') at--;
+    return at ? at : text;
+}
+
 static int compile_source(lily_device *d, const library_origin *from, const char *language) {
     NSError *error = nil;
     if (!from->source)
@@ -32,7 +39,8 @@ static int compile_source(lily_device *d, const library_origin *from, const char
     [options setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
     d->library = [d->gpu newLibraryWithSource:from->source options:options error:&error];
     if (!d->library)
-        return fail(LILY_EFAILED, "Metal does not compile the shaders (MSL %s): %s", language, reason(error));
+        return fail(
+            LILY_EFAILED, "Metal does not compile the shaders (MSL %s): %s", language, first_error(reason(error)));
     *from->key = hash_text(*from->key, text_of(from->source));
     return LILY_OK;
 }
@@ -69,7 +77,7 @@ static int make_library(lily_device *d, const library_origin *from, const char *
 // the system's compiler can do it.  Which way was taken, and why, is in lily_info.
 static int make_best(lily_device *d, const library_origin *from, const char *language) {
     const bool automatic = !strcmp(language, "auto");
-    const bool units = family_of(d->gpu) >= 10 && macos_version() >= 2601;
+    const bool units = family_of(d->gpu) >= 10 && macos_version() >= 2602;
     snprintf(d->matrix, sizeof d->matrix, family_of(d->gpu) >= 9 ? "simdgroup bfloat" : "simdgroup float");
     if (!automatic || units) {
         int code = make_library(d, from, automatic ? "4.0" : language);
@@ -81,8 +89,9 @@ static int make_best(lily_device *d, const library_origin *from, const char *lan
         [d->library release];
         d->library = nil;
         const size_t used = strlen(d->matrix);
-        snprintf(d->matrix + used, sizeof d->matrix - used, ", no tensor operations: %.150s", error_text);
-        d->matrix[strcspn(d->matrix, "\n")] = 0;
+        snprintf(d->matrix + used, sizeof d->matrix - used, ", no tensor operations: %s", error_text);
+        for (char *c = d->matrix; *c; c++) // one line of lily_info
+            if (*c == '\n') *c = ' ';
     }
     return make_library(d, from, "3.2");
 }
@@ -101,9 +110,11 @@ static int read_source(lily_device *d, library_origin *from) {
     return LILY_OK;
 }
 
-// The key names everything that pipelines depend on but the system's compiler: Metal itself refuses what does not fit.
+// The key names everything that pipelines depend on: GPU, build of the system, sources and how they are compiled.
 static int open_library(lily_device *d, const open_options *o) {
-    uint64_t key = hash_text(0xcbf29ce484222325u, text_of([d->gpu name]));
+    char system[64];
+    system_text("kern.osversion", system, sizeof system);
+    uint64_t key = hash_text(hash_text(0xcbf29ce484222325u, text_of([d->gpu name])), system);
     library_origin from = {.options = o, .key = &key};
     struct stat s;
     const uint64_t began = nanoseconds();

@@ -94,13 +94,20 @@ static NSUInteger language_version(const char *text) {
     return ((NSUInteger)major << 16) + minor;
 }
 
+// A text of sysctl; empty if the system does not know it.
+static void system_text(const char *name, char *out, size_t bytes) {
+    size_t length = bytes - 1;
+    memset(out, 0, bytes);
+    if (sysctlbyname(name, out, &length, NULL, 0)) out[0] = 0;
+}
+
 // 100 times the major version plus the minor one; 0 if the system does not say.
 static int macos_version(void) {
-    char text[32] = "";
-    size_t bytes = sizeof text - 1;
+    char text[32];
     int major = 0, minor = 0;
-    if (sysctlbyname("kern.osproductversion", text, &bytes, NULL, 0)) return 0;
+    system_text("kern.osproductversion", text, sizeof text);
     sscanf(text, "%d.%d", &major, &minor);
+    if (major >= 16 && major < 26) major += 10; // programs built before macOS 26 may be told 16
     return 100 * major + minor;
 }
 

@@ -7,6 +7,13 @@
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE // MAP_ANON, pthread_condattr_setclock
 #endif
+#if defined(__APPLE__)
+#include <Availability.h>
+#if defined(__MAC_OS_X_VERSION_MAX_ALLOWED) && __MAC_OS_X_VERSION_MAX_ALLOWED < 150000
+#error \
+    "these command-line tools know macOS 14 at most, Lily needs those of 15 or later: System Settings, Software Update"
+#endif
+#endif
 #import <Metal/Metal.h>
 
 #include <pthread.h>
@@ -29,7 +36,8 @@ enum {
     MAX_PIECES = 48,       // command buffers of one submission, about
     QUEUE_CAPACITY = 256,  // unfinished command buffers; one more makes the host wait
     PATH_BYTES = 1024,
-    ERROR_BYTES = 2048
+    ERROR_BYTES = 2048, // of a submission
+    TEXT_BYTES = 16384  // of a failed call: a compiler may have much to say
 };
 
 // One row of the kernel table as C knows it.
@@ -125,7 +133,7 @@ struct lily_device {
     uint32_t users; // buffers and lists that exist, and the open device itself
     pipeline_cache cache;
     bool from_metallib;
-    char language[16], matrix[256]; // how the shaders were compiled, how they multiply matrices
+    char language[16], matrix[512]; // how the shaders were compiled, how they multiply matrices
     long process;
 
     // Kernels, which several threads may ask for at once.
@@ -158,7 +166,7 @@ struct lily_device {
 };
 
 // Each thread sees the text of its own last failed call.
-static _Thread_local char error_text[ERROR_BYTES];
+static _Thread_local char error_text[TEXT_BYTES];
 
 __attribute__((format(printf, 2, 3))) static int fail(int code, const char *format, ...) {
     va_list arguments;

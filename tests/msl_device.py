@@ -28,7 +28,7 @@ from lily.device import Device
 ON_A_MAC = sys.platform == "darwin"
 SKEW = 16  # a device is promised no coarser alignment
 FAMILY = 9  # of the stand-in's GPU: the first with bfloat arithmetic
-TENSOR_UNITS = {"family": 10, "macos": 26.1}  # what the stand-in says for metal=400
+TENSOR_UNITS = {"family": 10, "macos": 26.2}  # what the stand-in says for metal=400
 
 
 def run_on_device(calls: Sequence[Call], act: str, metal: int, poison: int | None) -> list[dict[str, Array]]:

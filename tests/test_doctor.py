@@ -384,7 +384,7 @@ def test_metal_kernels_are_right(metal: Standin) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", [8, 9, 10])
 def test_every_metal_kernel_is_right(family: int, metal: Standin) -> None:
-    metal.set(family=family, macos=26.1)
+    metal.set(family=family, macos=26.2)
     document = examine("metal", quick=True, sizes=SMALL)
     assert set(by_kernel(document).values()) == {"pass"}, document["problems"]
     assert set(by_kernel(document)) == set(KERNELS)

@@ -8,6 +8,9 @@ Not handled: what the shim makes of single errors (test_metal_shim_*.py); faults
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -292,4 +295,32 @@ def test_a_reply_that_is_cancelled_at_any_token(engine, cold, stand_in, read):
     seen = [next(stream).token_ids[0] for _ in range(read)]
     stream.close()
     assert seen[:TOKENS] == cold[0][:read]
+    assert is_as_cold(engine, cold)
+
+
+def test_closing_waits_for_a_chunk_that_nobody_waits_for_any_more(device, stand_in, monkeypatch):
+    """Ctrl-C between the submission of a chunk and its end; the stand-in tells of buffers that go while in use."""
+    with policy(**SMALL):
+        engine = open_engine(tiny_model(), max_context=256)
+
+    def interrupted(ticket: int, timeout: float | None = None) -> bool:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    stand_in.set(delay_us=200_000)
+    monkeypatch.setattr(engine._device, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask(engine)
+    engine.close()
+
+
+def test_ctrl_c_breaks_into_a_chunk(engine, cold, stand_in):
+    stand_in.set(delay_us=3_000_000)
+    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask(engine)
+    assert time.monotonic() - began < 2
+    stand_in.set(delay_us=0)
     assert is_as_cold(engine, cold)

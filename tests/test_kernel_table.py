@@ -14,8 +14,7 @@ from lily.errors import CheckpointError
 from lily.kernels import KERNELS, STRUCTS, c_header
 from lily.plan import Builder, decode_plan, legal, prefill_plan, sample_plan
 from lily.policy import ABLATIONS, POLICIES, policy_for
-from lily.runner import OUTPUT_DTYPE, STEP_DTYPE
-from lily.sampling import REQUEST_DTYPE
+from lily.structs import struct_dtype
 
 SMALL = ModelConfig(
     hidden_size=128, num_layers=4, vocab_size=512, rms_norm_eps=1e-6, max_position_embeddings=4096, num_heads=4,
@@ -27,33 +26,21 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("Step", STEP_DTYPE), ("Request", REQUEST_DTYPE), ("Output", OUTPUT_DTYPE)]
-)
-def test_host_record_has_the_layout_of_the_device_structure(name, dtype):
-    wanted = []
-    for field in STRUCTS[name]:
-        kind, rest = field.split(" ")
-        m = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", rest)
-        wanted.append((m[1], {"i32": "<i4", "u32": "<u4", "f32": "<f4"}[kind], int(m[2] or 1)))
-    seen = []
-    for field in dtype.names:
-        base, shape = dtype[field].subdtype or (dtype[field], (1,))
-        seen.append((field, base.str, shape[0]))
-    assert seen == wanted
-    assert dtype.itemsize == 4 * sum(n for _, _, n in wanted)
-
-
 def test_header_is_legal_c_with_the_sizes_that_the_host_packs(tmp_path):
-    checks = [f"_Static_assert(sizeof({n}) == {d.itemsize}, \"{n}\");" for n, d in
-              (("Step", STEP_DTYPE), ("Request", REQUEST_DTYPE), ("Output", OUTPUT_DTYPE))]  # fmt: skip
+    checks = []
+    for name in STRUCTS:
+        record = struct_dtype(name)
+        checks.append(f'_Static_assert(sizeof({name}) == {record.itemsize}, "{name}");')
+        for field, (kind, offset, *_) in record.fields.items():
+            checks.append(f'_Static_assert(offsetof({name}, {field}) == {offset}, "{name}.{field}");')
+            checks.append(f'_Static_assert(sizeof((({name} *)0)->{field}) == {kind.itemsize}, "{name}.{field}");')
     checks += [
         f'_Static_assert(sizeof({k.name}_params) == {4 * len(k.params)}, "{k.name}");'
         for k in KERNELS.values()
         if k.params
     ]
     source = tmp_path / "header.c"
-    source.write_text("#include <stdint.h>\n" + c_header() + "\n".join(checks) + "\n")
+    source.write_text("#include <stddef.h>\n#include <stdint.h>\n" + c_header() + "\n".join(checks) + "\n")
     command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -88,9 +75,8 @@ def test_every_kernel_that_a_cpu_route_asks_for_exists_there():
 @pytest.mark.parametrize("device", list(POLICIES))
 def test_every_kernel_of_the_table_is_on_a_route_or_replaces_one(device):
     used = {d.kernel.name for plan in _every_plan(policy_for(device)) for d in plan.dispatches}
-    idle = {k.name for k in KERNELS.values() if k.replaces is None} - used
-    # `copy` serves snapshots and the growth of the KV cache on devices whose memory the host should not touch.
-    assert idle == {"copy"}
+    assert {k.name for k in KERNELS.values() if k.replaces is None and not k.probe} - used == set()
+    assert not any(KERNELS[name].probe for name in used)
 
 
 @pytest.mark.parametrize("device", list(POLICIES))

@@ -134,6 +134,7 @@ def test_the_library_links_apples_frameworks_only(library: macho.MachO) -> None:
         f"{system}Metal.framework/Versions/A/Metal",
         f"{system}Foundation.framework/Versions/C/Foundation",
         f"{system}CoreFoundation.framework/Versions/A/CoreFoundation",
+        f"{system}CoreGraphics.framework/Versions/A/CoreGraphics",
         "/usr/lib/libobjc.A.dylib",
         "/usr/lib/libSystem.B.dylib",
     }

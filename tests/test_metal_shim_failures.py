@@ -132,7 +132,7 @@ def test_the_environment_can_ask_for_a_capture(metal: Standin, opened: Open, tmp
 
 def test_a_capture_that_metal_refuses_is_an_error(metal: Standin, opened: Open, tmp_path: Path) -> None:
     metal.set(fail_capture=1)
-    with pytest.raises(DeviceError, match="METAL_CAPTURE_ENABLED=1"):
+    with pytest.raises(DeviceError, match="MTL_CAPTURE_ENABLED=1"):
         opened(capture=tmp_path / "x")
     metal.set(fail_capture=2)
     w = Work(opened(capture=tmp_path / "x", capture_ticket=1))

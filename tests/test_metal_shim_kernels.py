@@ -196,6 +196,16 @@ def test_the_cache_takes_what_a_later_run_needs_as_well(opened: Open, cache: Pat
         device.close()
 
 
+def test_another_build_of_the_system_has_another_cache(metal: Standin, opened: Open, cache: Path) -> None:
+    for build in (74, 75):
+        metal.set(build=build)
+        device = opened(cache=cache)
+        device.kernel(COPY)
+        assert device.info["cache_hits"] == 0
+        device.close()
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_files_of_other_versions_are_removed_after_a_month(opened: Open, cache: Path) -> None:
     for name, days in (("pipelines-old", 40), ("pipelines-new", 20), ("notes", 40)):
         (cache / name).write_text("")
@@ -220,6 +230,14 @@ def test_without_an_option_the_cache_is_the_users(opened: Open, tmp_path: Path) 
         assert re.match("off: cannot create the folder", opened(cache=None).info["cache"])
         libc.unsetenv(b"HOME")
         assert opened(cache=None).info["cache"] == "off: HOME is not set"
+
+
+def test_before_macos_15_4_there_is_a_cache_only_where_it_was_asked_for(
+    metal: Standin, opened: Open, cache: Path
+) -> None:
+    metal.set(macos=15.3)
+    assert opened(cache=None).info["cache"] == "off: macOS before 15.4"
+    assert opened(cache=cache).info["cache"] == "on"
 
 
 def test_a_file_in_place_of_the_cache_folder_is_told(opened: Open, cache: Path) -> None:

@@ -33,13 +33,14 @@ MATRIX = {
     "M1": ({"family": 7}, "3.2", "simdgroup float"),
     "M2": ({"family": 8}, "3.2", "simdgroup float"),
     "M3": ({"family": 9, "macos": 26.4}, "3.2", "simdgroup bfloat"),
-    "M5 before macOS 26.1": ({"family": 10, "macos": 26.0}, "3.2", "simdgroup bfloat"),
-    "M5": ({"family": 10, "macos": 26.1}, "4.0", "tensor"),
+    "M5 before macOS 26.2": ({"family": 10, "macos": 26.1}, "3.2", "simdgroup bfloat"),
+    "M5": ({"family": 10, "macos": 26.2}, "4.0", "tensor"),
+    "M5 under a system that calls itself 16": ({"family": 10, "macos": 16.2}, "4.0", "tensor"),
     "M5 whose compiler refuses": (
-        {"family": 10, "macos": 26.1, "fail_compile": 4}, "3.2",
-        "simdgroup bfloat, no tensor operations: Metal does not compile the shaders (MSL 4.0): program_source:1:1"),
+        {"family": 10, "macos": 26.2, "fail_compile": 4}, "3.2",
+        "simdgroup bfloat, no tensor operations: Metal does not compile the shaders (MSL 4.0): program_source:2:3: "),
     "M5 whose probe fails": (
-        {"family": 10, "macos": 26.1, "fail_pipeline": 1}, "3.2",
+        {"family": 10, "macos": 26.2, "fail_pipeline": 1}, "3.2",
         "simdgroup bfloat, no tensor operations: Metal makes no pipeline of kernel gemm: made to fail"),
 }  # fmt: skip
 
@@ -81,9 +82,9 @@ def test_a_compiled_library_is_preferred_to_the_source(metal: Standin, opened: O
 PRECOMPILED = {
     "M1": ({"family": 7}, "lily-3.2-f32.metallib"),
     "M3": ({"family": 9, "macos": 26.4}, "lily-3.2.metallib"),
-    "M5 before macOS 26.1": ({"family": 10, "macos": 26.0}, "lily-3.2.metallib"),
-    "M5": ({"family": 10, "macos": 26.1}, "lily-4.0.metallib"),
-    "M5 whose probe fails": ({"family": 10, "macos": 26.1, "fail_pipeline": 1}, "lily-3.2.metallib"),
+    "M5 before macOS 26.2": ({"family": 10, "macos": 26.1}, "lily-3.2.metallib"),
+    "M5": ({"family": 10, "macos": 26.2}, "lily-4.0.metallib"),
+    "M5 whose probe fails": ({"family": 10, "macos": 26.2, "fail_pipeline": 1}, "lily-3.2.metallib"),
 }
 
 
@@ -125,8 +126,7 @@ REFUSALS: dict[str, tuple[dict[str, float], str]] = {
     "an old family": ({"family": 6}, r"Apple GPU family 6; .* needs 7 \(M1\)"),
     "separate memory": ({"unified": 0}, "unified memory"),
     "no queue": ({"fail_queue": 1}, "gave no command queue"),
-    "shaders that do not compile": ({"fail_compile": 1}, r"not compile the shaders \(MSL 3\.2\): program_source:1:1"),
-    "no residency set": ({"fail_set": 1}, "no residency set: made to fail"),
+    "shaders that do not compile": ({"fail_compile": 1}, r"not compile the shaders \(MSL 3\.2\): program_source:2:3"),
 }  # fmt: skip
 
 
@@ -136,6 +136,13 @@ def test_opening_fails_with_cause_and_remedy(case: str, metal: Standin, opened: 
     metal.set(**settings)
     with pytest.raises(DeviceError, match=message):
         opened(keep_s=1)
+
+
+def test_without_a_residency_set_memory_is_not_asked_for_ahead(metal: Standin, opened: Open) -> None:
+    metal.set(fail_set=1)
+    assert opened(keep_s=1).info["residency"] == "off"
+    with pytest.raises(DeviceError, match="no residency set: made to fail"):
+        opened(keep_s=1, replay="icb")
 
 
 def test_a_gpu_that_is_only_in_the_list_of_devices_is_found(metal: Standin, opened: Open) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,17 @@ def test_kernels_are_those_of_the_kernel_table(version: int) -> None:
     names = {f.name for f in survey(shader_source(), version).functions if f.is_kernel}
     assert names - set(KERNELS) == set()
     assert {k.name for k in KERNELS.values() if k.replaces is None} - names == set()
+
+
+def test_kernels_declare_the_threads_that_the_kernel_table_allows() -> None:
+    """A larger group than declared is an error at launch; a kernel that declares none may have what the GPU gives."""
+    source = shader_source()
+    values = dict(re.findall(r"constant constexpr uint (\w+) = ([^;]+);", source))
+
+    def value(text: str) -> int:
+        factors = [f.strip() for f in text.split("*")]
+        return prod(int(f) if f.isdigit() else value(values[f]) for f in factors)
+
+    declared = re.findall(r"max_total_threads_per_threadgroup\((\w+)\)\]\]\s*void\s+(\w+)", source)
+    assert {name: value(text) for text, name in declared if KERNELS[name].max_threads != value(text)} == {}
+    assert {k.name for k in KERNELS.values() if k.max_threads < 1024} <= {name for _, name in declared}

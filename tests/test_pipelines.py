@@ -18,7 +18,7 @@ from metal.toolchain import Missing
 from msl_harness import needs_clang
 
 from lily import device as device_module
-from lily.device import Device, choose_device
+from lily.device import Device, choose_device, environment_options
 from lily.engine import Engine
 from lily.errors import DeviceError, InvalidRequestError
 
@@ -95,7 +95,7 @@ def test_context_follows_from_the_gpus_memory_not_from_the_machines(metal: Any) 
 
 
 # ---- tensor operations
-M5 = {"family": 10, "macos": 26.1}
+M5 = {"family": 10, "macos": 26.2}
 
 
 @needs_clang
@@ -168,6 +168,9 @@ def testenvironment_options(metal: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("LILY_METAL", "slice_ms")
     with pytest.raises(DeviceError, match="LILY_METAL holds 'slice_ms'; it takes key=value"):
         Device("metal")
+    monkeypatch.setenv("LILY_METAL", 'cache="x')
+    with pytest.raises(DeviceError, match=r'LILY_METAL=cache="x cannot be read \(No closing quotation\); it takes'):
+        environment_options("metal")
     monkeypatch.setenv("LILY_METAL", "pieces=3")
     with pytest.raises(DeviceError, match="pieces"):
         Device("metal")

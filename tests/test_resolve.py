@@ -194,3 +194,16 @@ def test_the_cache_is_found_as_huggingface_hub_finds_it(monkeypatch: pytest.Monk
     ):
         monkeypatch.setenv(variable, value)
         assert hub_cache() == Path(expected)
+
+
+def test_two_models_of_one_name_have_different_keys(cache, tmp_path):
+    folders = [tmp_path / parent / "4bit" for parent in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    first, second = (resolve_model(str(folder)) for folder in folders)
+    assert first.name == second.name
+    assert first.key != second.key
+    assert resolve_model(str(tmp_path / "b" / ".." / "a" / "4bit")).key == first.key
+    assert resolve_model(None).key == "lily-tiny"
+    add_snapshot(cache)
+    assert resolve_model("org/Model-1.5").key == f"org/Model-1.5@{COMMIT}"

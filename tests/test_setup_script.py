@@ -113,3 +113,19 @@ def test_a_mac_without_command_line_tools_is_told_how_to_get_them(macos: Machine
 
 def test_a_mac_without_python_is_sent_to_homebrew(macos: Machine) -> None:
     assert "fix: brew install python" in macos.problem()
+
+
+def test_a_mac_whose_compiler_fails_is_told_of_tools_and_license(macos: Machine) -> None:
+    macos.add("python3", f'exec {sys.executable} "$@"')
+    macos.add("gcc", "exit 1")
+    assert machine_fix(macos) == "xcode-select --install, and with Xcode: sudo xcodebuild -license accept"
+
+
+def test_a_python_for_intel_on_an_apple_chip_is_refused(macos: Machine) -> None:
+    macos.add("sysctl", "echo 1")
+    macos.add("python3", f'case "$*" in *platform*) echo x86_64;; *) exec {sys.executable} "$@";; esac')
+    assert "python3 is made for Intel and would run under Rosetta" in macos.problem()
+
+
+def machine_fix(machine: Machine) -> str:
+    return machine.problem().partition("; fix: ")[2]

@@ -221,6 +221,6 @@ def test_what_a_device_cannot_do_skips_the_test_and_never_passes() -> None:
 def test_a_gpu_without_tensor_operations_skips_their_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     if msl_device.ON_A_MAC:
         pytest.skip("this GPU has them or not")
-    monkeypatch.setattr(msl_device, "TENSOR_UNITS", {"family": 9, "macos": 26.1})
+    monkeypatch.setattr(msl_device, "TENSOR_UNITS", {"family": 9, "macos": 26.2})
     with pytest.raises(pytest.skip.Exception, match="no tensor operations: simdgroup bfloat"):
         gemm.test_products_at_the_edges_of_rows(9, 32, 400)

@@ -244,7 +244,7 @@ def test_an_engine_opens_with_what_was_chosen_for_its_model(metal: Any) -> None:
     assert found.problem is None
     assert all(len(times) == 2 and min(times) > 0 for times in found.milliseconds.values())
     for choice, expected in ((WON, "icb"), (LOST, "encode")):
-        remember(resolve_model(str(TINY)).name, choice)
+        remember(resolve_model(str(TINY)).key, choice)
         with Engine(TINY, device="metal", max_context=256) as engine:
             assert engine.info["device"]["replay"] == expected
 

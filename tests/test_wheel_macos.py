@@ -20,7 +20,7 @@ SYSTEM = "/usr/lib/libSystem.B.dylib"
 FRAMEWORKS = {
     "/usr/lib/libobjc.A.dylib",
     *(f"/System/Library/Frameworks/{name}.framework/Versions/{version}/{name}"
-      for name, version in (("Metal", "A"), ("Foundation", "C"), ("CoreFoundation", "A"))),
+      for name, version in (("Metal", "A"), ("Foundation", "C"), ("CoreFoundation", "A"), ("CoreGraphics", "A"))),
 }  # fmt: skip
 CPU, METAL = "lily/cpu/liblily_cpu.dylib", "lily/metal/liblily_metal.dylib"
 

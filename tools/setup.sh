@@ -9,10 +9,10 @@ venv=$1
 lock=$2
 python=${3:-}
 
-# fail PROBLEM APT-PACKAGES OTHER-PACKAGES HOMEBREW-FORMULA
+# fail PROBLEM APT-PACKAGES OTHER-PACKAGES COMMAND-ON-A-MAC
 fail() {
     if [ "$(uname)" = Darwin ]; then
-        echo "lily: $1; fix: brew install $4" >&2
+        echo "lily: $1; fix: $4" >&2
     elif command -v apt-get >/dev/null; then
         echo "lily: $1; fix: sudo apt-get install $2" >&2
     elif command -v dnf >/dev/null; then
@@ -34,7 +34,7 @@ fi
 
 if [ -n "$python" ]; then
     new_enough "$python" || fail "PYTHON=$python is not a working Python 3.11 or newer" \
-        "python3 python3-venv python3-dev" python3 python3
+        "python3 python3-venv python3-dev" python3 "brew install python3"
 else
     # A name on the path may be a shim of a version manager that does not run.
     for name in python3.14 python3.13 python3.12 python3.11 python3; do
@@ -43,26 +43,32 @@ else
             break
         fi
     done
-    [ -n "$python" ] || fail "no Python 3.11 or newer found" "python3 python3-venv python3-dev" python3 python3
+    [ -n "$python" ] || fail "no Python 3.11 or newer found" "python3 python3-venv python3-dev" python3 "brew install python3"
+fi
+if [ "$(sysctl -n hw.optional.arm64 2>/dev/null)" = 1 ] &&
+    [ "$("$python" -c 'import platform; print(platform.machine())')" != arm64 ]; then
+    fail "$python is made for Intel and would run under Rosetta; make PYTHON=... takes another" "" "" \
+        "brew install python3, with a Homebrew in /opt/homebrew"
 fi
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "the venv module of $python is missing" "python$version-venv" "python$version" "python@$version"
+    fail "the venv module of $python is missing" "python$version-venv" "python$version" "brew install python@$version"
 "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
-    fail "Python.h of $python is missing" "python$version-dev" "python$version-devel" "python@$version"
+    fail "Python.h of $python is missing" "python$version-dev" "python$version-devel" "brew install python@$version"
 
 compiler=${CC:-}
 for name in cc gcc clang; do
     [ -n "$compiler" ] || ! command -v "$name" >/dev/null || compiler=$name
 done
-[ -n "$compiler" ] || fail "no C compiler found (cc, gcc, clang, \$CC)" "gcc libc6-dev" gcc gcc
+[ -n "$compiler" ] || fail "no C compiler found (cc, gcc, clang, \$CC)" "gcc libc6-dev" gcc "xcode-select --install"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 echo '#include <stdio.h>
 int main(void) { return puts("") < 0; }' >"$work/a.c"
 # shellcheck disable=SC2086 # CC may hold options
-$compiler -o "$work/a" "$work/a.c" 2>/dev/null || fail "$compiler compiles no program" "gcc libc6-dev" gcc gcc
+$compiler -o "$work/a" "$work/a.c" 2>/dev/null || fail "$compiler compiles no program" "gcc libc6-dev" gcc \
+    "xcode-select --install, and with Xcode: sudo xcodebuild -license accept"
 
 have=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)
 if [ "$have" != "$version" ]; then

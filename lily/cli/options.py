@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,8 @@ class EngineFlags:
     model: str | None
     max_context: int | None
     device: str
-    threads: int | None
-    ablate: tuple[str, ...]
+    threads: int | None = None
+    ablate: tuple[str, ...] = ()
 
     def open(self, console: Console) -> Engine:
         """Loads the model, with a progress bar on a terminal."""
@@ -120,8 +120,8 @@ def ablate_option(command: Command) -> Command:
     return click.option("--ablate", multiple=True, metavar="NAME", callback=split, help=help)(command)
 
 
-def engine_options(command: Command) -> Command:
-    """Model, device and context; the command gets ``flags``, an EngineFlags."""
+def model_options(command: Command) -> Command:
+    """Model, context and device; the command gets ``flags``, an EngineFlags."""
 
     @click.option(
         "-m", "--model", metavar="MODEL",
@@ -132,16 +132,24 @@ def engine_options(command: Command) -> Command:
         help="Tokens of prompt and reply together. Default: what model and memory allow.",
     )  # fmt: skip
     @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+    @wraps(command)
+    def call(*args: Any, model: str | None, max_context: int | None, device: str, **rest: Any) -> None:
+        if model == "":
+            raise click.BadParameter("is empty", param_hint="--model")
+        command(*args, flags=EngineFlags(model, max_context, device), **rest)
+
+    return call
+
+
+def engine_options(command: Command) -> Command:
+    """``model_options``, threads and mechanisms to switch off, all of them in ``flags``."""
+
+    @model_options
     @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads of the cpu device.")
     @ablate_option
     @wraps(command)
-    def call(
-        *args: Any, model: str | None, max_context: int | None, device: str, threads: int | None,
-        ablate: tuple[str, ...], **rest: Any,
-    ) -> None:  # fmt: skip
-        if model == "":
-            raise click.BadParameter("is empty", param_hint="--model")
-        command(*args, flags=EngineFlags(model, max_context, device, threads, ablate), **rest)
+    def call(*args: Any, flags: EngineFlags, threads: int | None, ablate: tuple[str, ...], **rest: Any) -> None:
+        command(*args, flags=replace(flags, threads=threads, ablate=ablate), **rest)
 
     return call
 

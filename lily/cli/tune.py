@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 from lily.cli.console import Console
-from lily.cli.options import EngineFlags, console_options, engine_options
+from lily.cli.options import EngineFlags, console_options, model_options
 
 if TYPE_CHECKING:
     from lily.tune import Result
 
 
 @click.command()
-@engine_options
+@model_options
 @click.option(
     "--rounds", type=click.IntRange(min=2), default=3, show_default=True, help="Times to load and measure each."
 )
@@ -35,16 +35,16 @@ def tune(console: Console, flags: EngineFlags, rounds: int, tokens: int, as_json
     from lily.tune import OPTIONS, measure, remember
 
     device = choose_device(flags.device)
-    model = resolve_model(flags.model).name
+    model = resolve_model(flags.model)
     if device != "metal":
         console.note(f"lily: there is nothing to tune on the {device} device")
         if as_json:
-            console.write(json.dumps({"device": device, "model": model, "options": []}) + "\n")
+            console.write(json.dumps({"device": device, "model": model.name, "options": []}) + "\n")
         return
     report = []
     for option in OPTIONS:
         result = measure(option, lambda: flags.open(console), rounds=rounds, tokens=tokens)
-        path = remember(model, result)
+        path = remember(model.key, result)
         report.append(
             {
                 "option": option.name, "default": option.default, "winner": result.winner,
@@ -55,7 +55,7 @@ def tune(console: Console, flags: EngineFlags, rounds: int, tokens: int, as_json
             console.write("\n".join(_lines(result)) + "\n")
         console.detail(f"lily: kept in {path}")
     if as_json:
-        console.write(json.dumps({"device": device, "model": model, "options": report}) + "\n")
+        console.write(json.dumps({"device": device, "model": model.name, "options": report}) + "\n")
 
 
 def _lines(result: Result) -> list[str]:

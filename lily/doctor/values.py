@@ -15,15 +15,14 @@ from lily.kernels import Arg
 from lily.plan.views import Dispatch, View
 from lily.plan.weights_map import align
 from lily.policy import Policy
-from lily.runner import OUTPUT_DTYPE, STEP_DTYPE
-from lily.sampling import REQUEST_DTYPE
+from lily.structs import OUTPUT, REQUEST, STEP
 from lily.weights import bf16_to_f32, f32_to_bf16, pack_matrices
 
 Array = np.ndarray[Any, Any]
 
 STORED: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32), "i32": np.dtype(np.int32), "u32": np.dtype(np.uint32), "u8": np.dtype(np.uint8),
-    "bf16": np.dtype(np.uint16), "Step": STEP_DTYPE, "Request": REQUEST_DTYPE, "Output": OUTPUT_DTYPE,
+    "bf16": np.dtype(np.uint16), "Step": STEP, "Request": REQUEST, "Output": OUTPUT,
 }  # fmt: skip
 
 

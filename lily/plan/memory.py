@@ -10,23 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lily import structs
 from lily.config import FULL_ATTENTION, ModelConfig
-from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS, OUTPUT_RING, STRUCTS
+from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS, OUTPUT_RING
 from lily.plan.views import View
 from lily.plan.weights_map import WeightsMap, align
 from lily.policy import Policy
 
 ACT_BYTES = {"f32": 4, "bf16": 2}
 SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B
-
-
-def struct_bytes(name: str) -> int:
-    """Bytes of a structure of the kernel table; every field is 4 bytes wide."""
-    total = 0
-    for f in STRUCTS[name]:
-        count = int(f[f.index("[") + 1 : -1]) if "[" in f else 1
-        total += 4 * count
-    return total
 
 
 @dataclass(frozen=True)
@@ -74,12 +66,12 @@ def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str
     """Bytes of the small buffers of a sequence; ``capacity`` is that of the KV cache in tokens."""
     groups = -(-config.vocab_size // policy.sample_slice)
     return {
-        "step.in": struct_bytes("Step"),
-        "step.out": struct_bytes("Step"),
+        "step.in": structs.STEP.itemsize,
+        "step.out": structs.STEP.itemsize,
         "ids.in": policy.buckets[-1] * 4,
         "ids.out": policy.buckets[-1] * 4,
-        "request": struct_bytes("Request"),
-        "outputs": struct_bytes("Output") * OUTPUT_RING,
+        "request": structs.REQUEST.itemsize,
+        "outputs": structs.OUTPUT.itemsize * OUTPUT_RING,
         "bias.ids": MAX_BIAS * 4,
         "bias.values": MAX_BIAS * 4,
         "history": (capacity + OUTPUT_RING) * 4,

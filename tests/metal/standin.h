@@ -33,6 +33,7 @@ typedef void *MslEntry;
     X(family, 9)        /* Apple GPU family */ \
     X(unified, 1)       /* unified memory */ \
     X(macos, 15.5)      /* version; 0: it is not told */ \
+    X(build, 74)        /* of that version */ \
     X(no_default, 0)    /* the default device is nil */ \
     X(no_devices, 0)    /* the list of devices is empty */ \
     X(working_set, 8e9) /* bytes */ \

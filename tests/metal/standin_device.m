@@ -361,7 +361,8 @@ static NSString *archive_key(StandinPipelineDescriptor *d) {
     note("compile %lu characters, version %lx, math mode %ld, functions %ld", (unsigned long)[source length],
         (unsigned long)options->version, (long)options->mode, (long)options->functions);
     if (config.fail_compile == 1 || (config.fail_compile == 4 && options->version >= MTLLanguageVersion4_0))
-        return failed(error, MTLLibraryErrorCompileFailure, "program_source:1:1: error: made to fail");
+        return failed(error, MTLLibraryErrorCompileFailure,
+            "Compilation failed: \n\nprogram_source:1:1: warning: old\nint i;\nprogram_source:2:3: error: made to fail\n");
     StandinLibrary *l = [[StandinLibrary alloc] init];
     born("library");
     l->source = [source copy];
@@ -420,6 +421,9 @@ static NSString *archive_key(StandinPipelineDescriptor *d) {
     if (config.fail_set) return failed(error, 1, "made to fail");
     return [[StandinSet alloc] init];
 }
+- (void)setShouldMaximizeConcurrentCompilation:(BOOL)value {
+    (void)value;
+}
 - (void)dealloc {
     died("device");
     [super dealloc];
@@ -429,8 +433,13 @@ static NSString *archive_key(StandinPipelineDescriptor *d) {
 // macOS's way to ask for its version; 26.1 is set as 26.1.
 STANDIN_API int sysctlbyname(const char *name, void *out, size_t *bytes, void *in, size_t in_bytes) {
     (void)in, (void)in_bytes;
-    if (strcmp(name, "kern.osproductversion") || !config.macos) return -1;
-    *bytes = (size_t)snprintf(out, *bytes, "%.1f.3", config.macos);
+    if (!config.macos) return -1;
+    if (!strcmp(name, "kern.osversion"))
+        *bytes = (size_t)snprintf(out, *bytes, "24F%.0f", config.build);
+    else if (!strcmp(name, "kern.osproductversion"))
+        *bytes = (size_t)snprintf(out, *bytes, "%.1f.3", config.macos);
+    else
+        return -1;
     return 0;
 }
 

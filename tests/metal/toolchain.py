@@ -135,7 +135,7 @@ def macos_link_flags() -> list[str]:
     frameworks = [flag for name in ("Metal", "Foundation", "CoreFoundation") for flag in ("-framework", name)]
     return [
         "-target", TARGET, "-F", str(HERE / "sdk" / "frameworks"), "-L", str(HERE / "sdk" / "lib"), "-dynamiclib",
-        "-Wl,-install_name,@rpath/liblily_metal.dylib", *frameworks, "-lobjc",
+        "-Wl,-install_name,@rpath/liblily_metal.dylib", *frameworks, "-lobjc", "-Wl,-needed_framework,CoreGraphics",
     ]  # fmt: skip
 
 
@@ -147,7 +147,8 @@ def compile_for_macos(source: Path, target: Path) -> None:
 @cache
 def macos_library() -> Path:
     """liblily_metal.dylib for macOS on Apple silicon."""
-    target = CACHE / _hash(_inputs(), [*STRICT, *macos_compile_flags()]) / "liblily_metal.dylib"
+    flags = [*STRICT, *macos_compile_flags(), *macos_link_flags()]
+    target = CACHE / _hash(_inputs(), flags) / "liblily_metal.dylib"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         built = target.with_suffix(".o")
