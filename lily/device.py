@@ -53,6 +53,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "lily_buffer_free": (None, [_P]),
     "lily_buffer_contents": (_P, [_P]),
     "lily_kernel_get": (_INT, [_P, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32), _U32, _OUT]),
+    "lily_kernel_fit": (_INT, [_P, _U32]),
     "lily_list_new": (_INT, [_P, _OUT]),
     "lily_list_free": (None, [_P]),
     "lily_list_dispatch": (
@@ -65,10 +66,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "lily_wait": (_INT, [_P, _U64, _U64]),
     "lily_seconds": (ctypes.c_double, [_P, _U64]),
 }
-
-
-# What a device may lack.
-_OPTIONAL: dict[str, tuple[Any, list[Any]]] = {"lily_kernel_fit": (_INT, [_P, _U32])}
 
 
 def choose_device(name: str) -> str:
@@ -136,8 +133,7 @@ def _load(path: Path) -> Any:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise DeviceError(f"{path.name} cannot be loaded: {error}") from None
-    optional = {name: types for name, types in _OPTIONAL.items() if hasattr(lib, name)}
-    for name, (result, arguments) in (_SIGNATURES | optional).items():
+    for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     if lib.lily_abi_version() != ABI_VERSION:
@@ -249,7 +245,7 @@ class Device:
         values = list(constants)
         array = (ctypes.c_int32 * max(len(values), 1))(*values)
         handle = self._new("lily_kernel_get", kernel.name.encode(), array, len(values))
-        if threads and hasattr(self.lib, "lily_kernel_fit"):
+        if threads:
             self._check(self.lib.lily_kernel_fit(handle, threads))
         return handle
 

@@ -60,8 +60,7 @@ LILY_API void *lily_buffer_contents(lily_buffer *);
 // asking again returns the same one.
 LILY_API int lily_kernel_get(
     lily_device *, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out);
-// Compiles what groups of `threads` need, so that recording such a dispatch compiles nothing.  Never necessary; a device
-// that compiles nothing may lack it.
+// Compiles what groups of `threads` need, so that recording such a dispatch compiles nothing.  Never necessary.
 LILY_API int lily_kernel_fit(lily_kernel *, uint32_t threads);
 
 // A list of dispatches, recorded once and submitted any number of times.

@@ -82,7 +82,11 @@ static int make_best(lily_device *d, const library_origin *from, const char *lan
     if (!automatic || units) {
         int code = make_library(d, from, automatic ? "4.0" : language);
         if (!code && language_version(d->language) >= language_version("4.0")) {
-            code = automatic ? probe(d, "gemm", (const int32_t[]){4, 64}) : LILY_OK;
+            const lily_kernel gemm = {.device = d,
+                .row = find_row("gemm"),
+                .count = 3,
+                .constant = {[gemm_C_BITS] = 4, [gemm_C_GROUP] = 64, [gemm_C_TILE_M] = 64}};
+            code = automatic ? probe(d, gemm) : LILY_OK;
             if (!code) snprintf(d->matrix, sizeof d->matrix, "tensor");
         }
         if (!automatic || !code) return code;

@@ -105,10 +105,8 @@ static const kernel_row *find_row(const char *name) {
     return row->name ? row : NULL;
 }
 
-// Whether a kernel of the library becomes a pipeline; what it made is thrown away.
-static int probe(lily_device *d, const char *name, const int32_t *constants) {
-    lily_kernel k = {.device = d, .row = find_row(name)};
-    for (const char *c = k.row->constants; *c; c = next_name(c)) k.constant[k.count] = constants[k.count], k.count++;
+// Whether `k` becomes a pipeline; what it made is thrown away.
+static int probe(lily_device *d, lily_kernel k) {
     const int code = make_kernel(d, &k);
     [k.pipeline release];
     [k.function release];

@@ -122,11 +122,14 @@ inline void stage_queries(device const act *q, Queries queries, PrefillRoom room
 
 // Products of a tile on simdgroup_matrix; a simdgroup has WIDE fragments of dims.
 template <uint WIDE> struct SimdgroupAttention {
-    simdgroup_float8x8 sum[STAGED_FRAGMENTS][WIDE];
+    struct Sum {
+        simdgroup_float8x8 at[STAGED_FRAGMENTS][WIDE];
+    };
+
     FragmentPlace place;
     uint simdgroup, first_dim;
 
-    void init(PrefillArguments a, Queries queries, PrefillRoom room, uint tid, uint sg, uint lane) {
+    void init(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom room, uint tid, uint sg, uint lane) {
         simdgroup = sg;
         first_dim = 8 * WIDE * sg;
         place = fragment_place(room.scores + 64 * sg, lane);
@@ -134,7 +137,7 @@ template <uint WIDE> struct SimdgroupAttention {
 #pragma unroll
         for (uint i = 0; i < STAGED_FRAGMENTS; i++)
 #pragma unroll
-            for (uint j = 0; j < WIDE; j++) sum[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+            for (uint j = 0; j < WIDE; j++) sum.at[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
 
     void scores(CacheHead keys, PrefillRoom room, uint base) {
@@ -158,8 +161,8 @@ template <uint WIDE> struct SimdgroupAttention {
             simdgroup_store(score[i], room.scores + 8 * i * SCORE_PITCH + 8 * simdgroup, SCORE_PITCH);
     }
 
-    void add(CacheHead values, PrefillRoom room, uint base) {
-        rescale(room);
+    void add(thread Sum &sum, CacheHead values, PrefillRoom room, uint base) {
+        rescale(sum, room);
         const uint count = min(values.last + 1 - base, PREFILL_KEYS);
         for (uint key = 0; key < count; key += 8) {
             OperandFragment weight[STAGED_FRAGMENTS];
@@ -173,23 +176,23 @@ template <uint WIDE> struct SimdgroupAttention {
                 load_cache<false>(value, values, place, base + key, first_dim + 8 * j);
 #pragma unroll
                 for (uint i = 0; i < STAGED_FRAGMENTS; i++)
-                    simdgroup_multiply_accumulate(sum[i][j], weight[i], value, sum[i][j]);
+                    simdgroup_multiply_accumulate(sum.at[i][j], weight[i], value, sum.at[i][j]);
             }
         }
     }
 
-    void rescale(PrefillRoom room) {
+    void rescale(thread Sum &sum, PrefillRoom room) {
 #pragma unroll
         for (uint i = 0; i < STAGED_FRAGMENTS; i++)
 #pragma unroll
             for (uint e = 0; e < 2; e++) {
                 const float factor = room.factor[8 * i + place.row[e]];
 #pragma unroll
-                for (uint j = 0; j < WIDE; j++) sum[i][j].thread_elements()[e] *= factor;
+                for (uint j = 0; j < WIDE; j++) sum.at[i][j].thread_elements()[e] *= factor;
             }
     }
 
-    void store(PrefillArguments a, Queries queries, PrefillRoom room) {
+    void store(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom room) {
 #pragma unroll
         for (uint i = 0; i < STAGED_FRAGMENTS; i++)
 #pragma unroll
@@ -197,7 +200,7 @@ template <uint WIDE> struct SimdgroupAttention {
 #pragma unroll
                 for (uint j = 0; j < WIDE; j++) {
                     const uint query = 8 * i + place.row[e], d = first_dim + 8 * j + place.column[e];
-                    const float x = sum[i][j].thread_elements()[e] * room.factor[query];
+                    const float x = sum.at[i][j].thread_elements()[e] * room.factor[query];
                     if (query < queries.count && d < uint(C_DIM)) a.store(queries, query, d, x);
                 }
     }

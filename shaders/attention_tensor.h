@@ -32,14 +32,13 @@ struct TensorAttention {
                                           mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate),
         execution_simdgroup>
         Add;
-    typedef decltype(Add().template get_destination_cooperative_tensor<StagedOperand, DeviceOperand, float>()) Sum;
+    typedef Add::cooperative_tensor_destination_t<StagedOperand, DeviceOperand, float, int> Sum;
 
-    Sum sum;
     device const bfloat *query; // first row of the simdgroup's scores
     uint query_rows;            // that exist from there on
     uint first_row, first_key, first_dim;
 
-    void init(PrefillArguments a, Queries queries, PrefillRoom, uint, uint sg, uint) {
+    void init(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom, uint, uint sg, uint) {
         const uint wanted = sg / (PREFILL_KEYS / SCORE_KEYS) * SCORE_ROWS, from = min(wanted, queries.count - 1);
         query = a.q + (queries.row(from) * C_HQ + queries.head) * TENSOR_DIM;
         query_rows = queries.count - from;
@@ -66,7 +65,7 @@ struct TensorAttention {
         }
     }
 
-    void add(CacheHead values, PrefillRoom room, uint base) {
+    void add(thread Sum &sum, CacheHead values, PrefillRoom room, uint base) {
 #pragma unroll
         for (uint i = 0; i < sum.get_capacity(); i++)
             if (sum.is_valid_element(i)) sum[i] *= room.factor[uint(sum.get_multidimensional_index(i)[1])];
@@ -77,7 +76,7 @@ struct TensorAttention {
         multiply.run(left, right, sum);
     }
 
-    void store(PrefillArguments a, Queries queries, PrefillRoom room) {
+    void store(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom room) {
 #pragma unroll
         for (uint i = 0; i < sum.get_capacity(); i++) {
             if (!sum.is_valid_element(i)) continue;

@@ -114,17 +114,19 @@ template <uint QUERIES> struct SoftmaxShare {
 };
 
 // One tile: `Products` computes scores and sums on a matrix unit.  Interface:
-//   init(arguments, queries, room, tid, sg, lane)
+//   Sum                          a thread's sums, a variable of the caller (see matrix.h)
+//   init(sum, arguments, queries, room, tid, sg, lane)
 //   scores(keys, room, base)     scores of the block at `base` → room.scores
-//   add(values, room, base)      sums · factor + weights · values
-//   store(arguments, queries, room)
+//   add(sum, values, room, base) sums · factor + weights · values
+//   store(sum, arguments, queries, room)
 template <typename Products, uint QUERIES>
 inline void attend(PrefillArguments a, Queries queries, PrefillRoom room, uint tid, uint sg, uint lane) {
     const CacheHead keys = a.keys(queries), values = a.values(queries);
     const float scale = M_LOG2E_F * precise::rsqrt(float(C_DIM));
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Products products;
-    products.init(a, queries, room, tid, sg, lane);
+    typename Products::Sum sum;
+    products.init(sum, a, queries, room, tid, sg, lane);
     SoftmaxShare<QUERIES> share;
     share.init(queries, tid);
     for (uint base = 0; base <= keys.last; base += PREFILL_KEYS) {
@@ -133,12 +135,12 @@ inline void attend(PrefillArguments a, Queries queries, PrefillRoom room, uint t
         threadgroup_barrier(mem_flags::mem_threadgroup);
         share.block(room, base, scale);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        products.add(values, room, base);
+        products.add(sum, values, room, base);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     share.finish(room);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    products.store(a, queries, room);
+    products.store(sum, a, queries, room);
 }
 
 #endif

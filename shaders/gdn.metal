@@ -80,7 +80,7 @@ inline float gdn_conv_channel(GdnConv conv, uint c, bool store) {
     for (uint j = 0; j < GDN_MAX_TAPS; j++) {
         if (j >= uint(C_TAPS)) continue;
         const bool old = j + 1 < uint(C_TAPS);
-        const act x = old ? conv.state[j * channels + c] : newest;
+        const act x = old ? act(conv.state[j * channels + c]) : newest;
         sum = fma(float(x), tap[j], sum);
         if (store && j > 0) conv.out[(j - 1) * channels + c] = x;
     }

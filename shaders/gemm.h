@@ -125,10 +125,10 @@ template <typename T, uint WROWS, int BITS, uint STEP> struct WeightStage {
 
 // ---- the loop over k ------------------------------------------------------------------------------------------------
 
-// product = rows · weightsᵀ; x_tile and w_tile are where the stages put their operands.
-template <typename T, typename Product, typename Rows, typename Weights>
-inline void multiply_staged(thread Product &product, thread Rows &x, thread Weights &w, threadgroup T *x_tile,
-    threadgroup T *w_tile, TileRows rows) {
+// Sums of rows · weightsᵀ; x_tile and w_tile are where the stages put their operands.
+template <typename T, typename Product, typename Sum, typename Rows, typename Weights>
+inline void multiply_staged(thread Product &product, thread Sum &first, thread Sum &second, thread Rows &x,
+    thread Weights &w, threadgroup T *x_tile, threadgroup T *w_tile, TileRows rows) {
     x.fetch(0);
     w.fetch(0);
     for (uint at = 0; at < rows.k; at += Product::STEP) {
@@ -140,7 +140,7 @@ inline void multiply_staged(thread Product &product, thread Rows &x, thread Weig
             w.fetch(at + Product::STEP);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        product.step(x_tile, w_tile, rows, at);
+        product.step(first, second, x_tile, w_tile, rows, at);
     }
 }
 
@@ -197,13 +197,14 @@ inline void quantised_tile(
     typedef WeightStage<T, PARTS * BN, BITS, Product::STEP> Weights;
     threadgroup T *w_tile = stage + BM * operand_pitch<T>(Product::STEP);
     Product product;
-    product.init((threadgroup float *)stage, at.sg, at.lane);
+    typename Product::Sum first, second;
+    product.init(first, second, (threadgroup float *)stage, at.sg, at.lane);
     Rows x_stage;
     x_stage.init(rows, stage, Product::STAGED != 0, at.tid);
     Weights w_stage;
     w_stage.init(w, weight_row(Weights::row_of(at.tid), BN, first_output, n), w_tile, rows.k, at.tid);
-    multiply_staged<T>(product, x_stage, w_stage, stage, w_tile, rows);
-    product.visit(epilogue, rows.used, min(BN, n - first_output));
+    multiply_staged<T>(product, first, second, x_stage, w_stage, stage, w_tile, rows);
+    product.visit(first, second, epilogue, rows.used, min(BN, n - first_output));
 }
 
 // The instance for this pipeline's tile and bits: constants, so that a small tile does not pay for a large one's registers.

@@ -5,9 +5,12 @@
 //
 //   STEP                              values of k of one step
 //   STAGED                            whether rows have to be in threadgroup memory; else they are read at rows + m·k
-//   init(scratch, sg, lane)           sum = 0; scratch: 64 floats for each simdgroup, free afterwards
-//   step(x, w, rows, at)              adds the step at k = `at`; rows of x from `rows.used` on may be left out
-//   visit(epilogue, rows, columns)    epilogue(m, n, values[PARTS]) for every m < rows, n < columns
+//   Sum                               a part's sums.  Those of both parts, `first` and `second`, are variables of the
+//                                     caller, for a cooperative tensor can be neither a field nor an element of an array;
+//                                     with one part the second is not touched
+//   init(first, second, scratch, sg, lane)        sums = 0; scratch: 64 floats for each simdgroup, free afterwards
+//   step(first, second, x, w, rows, at)           adds the step at k = `at`; rows of x from `rows.used` on may be left out
+//   visit(first, second, epilogue, rows, columns) epilogue(m, n, values[PARTS]) for every m < rows, n < columns
 //
 // A library compiled as Metal 3.2 multiplies with simdgroup_matrix; one compiled as Metal 4 multiplies bfloat operands with
 // tensor operations.  The host asks for Metal 4 where the GPU has units for them and a probe compiles.
@@ -76,29 +79,37 @@ inline FragmentPlace fragment_place(threadgroup float *numbers, uint lane) {
 template <typename T, uint PARTS, uint BM, uint BN> struct SimdgroupProduct {
     enum : uint { STEP = 32, STAGED = 1, ROWS = BM / 8, COLUMNS = BN / 8 / PRODUCT_SIMDGROUPS };
 
-    simdgroup_float8x8 sum[PARTS][ROWS][COLUMNS];
+    struct Sum {
+        simdgroup_float8x8 at[ROWS][COLUMNS];
+    };
+
     FragmentPlace place;
     uint first_column; // of this simdgroup
 
-    void init(threadgroup float *numbers, uint sg, uint lane) {
+    void init(thread Sum &first, thread Sum &second, threadgroup float *numbers, uint sg, uint lane) {
         place = fragment_place(numbers + 64 * sg, lane);
         first_column = sg * COLUMNS * 8;
-#pragma unroll
-        for (uint part = 0; part < PARTS; part++)
-#pragma unroll
-            for (uint i = 0; i < ROWS; i++)
-#pragma unroll
-                for (uint j = 0; j < COLUMNS; j++) sum[part][i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        clear(first);
+        if (PARTS == 2) clear(second);
     }
 
-    void step(threadgroup const T *x, threadgroup const T *w, TileRows rows, uint) {
+    static void clear(thread Sum &sum) {
+#pragma unroll
+        for (uint i = 0; i < ROWS; i++)
+#pragma unroll
+            for (uint j = 0; j < COLUMNS; j++) sum.at[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+
+    void step(
+        thread Sum &first, thread Sum &second, threadgroup const T *x, threadgroup const T *w, TileRows rows, uint) {
         if (rows.used + 7 >= BM)
-            step_rows<true>(x, w, rows.used);
+            step_rows<true>(first, second, x, w, rows.used);
         else
-            step_rows<false>(x, w, rows.used);
+            step_rows<false>(first, second, x, w, rows.used);
     }
 
-    template <bool FULL> void step_rows(threadgroup const T *x, threadgroup const T *w, uint rows) {
+    template <bool FULL>
+    void step_rows(thread Sum &first, thread Sum &second, threadgroup const T *x, threadgroup const T *w, uint rows) {
         constexpr uint pitch = operand_pitch<T>(STEP);
 #pragma unroll
         for (uint k = 0; k < STEP; k += 8) {
@@ -115,15 +126,18 @@ template <typename T, uint PARTS, uint BM, uint BN> struct SimdgroupProduct {
                 simdgroup_matrix<T, 8, 8> a;
                 simdgroup_load(a, x + 8 * i * pitch + k, pitch);
 #pragma unroll
-                for (uint part = 0; part < PARTS; part++)
+                for (uint j = 0; j < COLUMNS; j++)
+                    simdgroup_multiply_accumulate(first.at[i][j], a, b[0][j], first.at[i][j]);
+                if (PARTS == 1) continue;
 #pragma unroll
-                    for (uint j = 0; j < COLUMNS; j++)
-                        simdgroup_multiply_accumulate(sum[part][i][j], a, b[part][j], sum[part][i][j]);
+                for (uint j = 0; j < COLUMNS; j++)
+                    simdgroup_multiply_accumulate(second.at[i][j], a, b[PARTS - 1][j], second.at[i][j]);
             }
         }
     }
 
-    template <typename Epilogue> void visit(Epilogue epilogue, uint rows, uint columns) {
+    template <typename Epilogue>
+    void visit(thread Sum &first, thread Sum &second, Epilogue epilogue, uint rows, uint columns) {
 #pragma unroll
         for (uint i = 0; i < ROWS; i++)
 #pragma unroll
@@ -132,8 +146,8 @@ template <typename T, uint PARTS, uint BM, uint BN> struct SimdgroupProduct {
                 for (uint e = 0; e < 2; e++) {
                     const uint m = 8 * i + place.row[e], n = first_column + 8 * j + place.column[e];
                     float values[PARTS];
-#pragma unroll
-                    for (uint part = 0; part < PARTS; part++) values[part] = sum[part][i][j].thread_elements()[e];
+                    values[0] = first.at[i][j].thread_elements()[e];
+                    if (PARTS == 2) values[PARTS - 1] = second.at[i][j].thread_elements()[e];
                     if (m < rows && n < columns) epilogue(m, n, values);
                 }
     }

@@ -148,13 +148,14 @@ inline void expanded_tile(TileRows rows, device const bfloat *w, uint n, uint bl
     const uint first_output = block * BN;
     threadgroup operand *w_tile = stage + BM * operand_pitch<operand>(Product::STEP);
     Product product;
-    product.init((threadgroup float *)stage, at.sg, at.lane);
+    typename Product::Sum first, second;
+    product.init(first, second, (threadgroup float *)stage, at.sg, at.lane);
     Rows x_stage;
     x_stage.init(rows, stage, true, at.tid);
     Weights w_stage;
     w_stage.init(w + weight_row(Weights::row_of(at.tid), BN, first_output, n) * rows.k, w_tile, rows.k, at.tid);
-    multiply_staged<operand>(product, x_stage, w_stage, stage, w_tile, rows);
-    product.visit(epilogue, rows.used, min(BN, n - first_output));
+    multiply_staged<operand>(product, first, second, x_stage, w_stage, stage, w_tile, rows);
+    product.visit(first, second, epilogue, rows.used, min(BN, n - first_output));
 }
 
 template <typename Epilogue>

@@ -42,10 +42,11 @@ constant constexpr uint PROBE_SIZE = 64; // rows, columns and depth of a group's
 
 // Operands in threadgroup memory, as tiles of gemm.h have them.
 struct ProbeProduct {
-    static constexpr constant auto shape = mpp::tensor_ops::matmul2d_descriptor(PROBE_SIZE, PROBE_SIZE, PROBE_SIZE,
-        false, true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
-    typedef mpp::tensor_ops::matmul2d<shape, execution_simdgroups<PRODUCT_SIMDGROUPS>> Multiply;
-    typedef decltype(Multiply().template get_destination_cooperative_tensor<StagedOperand, StagedOperand, float>()) Sum;
+    typedef mpp::tensor_ops::matmul2d<mpp::tensor_ops::matmul2d_descriptor(PROBE_SIZE, PROBE_SIZE, PROBE_SIZE, false,
+                                          true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate),
+        execution_simdgroups<PRODUCT_SIMDGROUPS>>
+        Multiply;
+    typedef Multiply::cooperative_tensor_destination_t<StagedOperand, StagedOperand, float, int> Sum;
 };
 
 [[kernel, max_total_threads_per_threadgroup(PRODUCT_THREADS)]] void probe_matrix(device const act *x [[buffer(0)]],

@@ -215,7 +215,7 @@ inline int chosen_token(device const float *best, device const int *flags, uint 
         bad = bad || flags[i] != 0;
         const float value = best[2 * i];
         const int id = as_type<int>(best[2 * i + 1]);
-        if (value > b.value || (value == b.value && id < b.id)) b = {value, id};
+        if (value > b.value || (value == b.value && id < b.id)) b = Best{value, id};
     }
     b = simd_best(b);
     return simd_any(bad) ? NO_ID : b.id;

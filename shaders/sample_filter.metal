@@ -46,7 +46,7 @@ inline ulong share_of_mass(float p, ulong total) {
     }
     if (on && request->min_p > 0) {
         const float least = top + precise::log(request->min_p);
-        if (least > c.value) c = {least, NO_ID};
+        if (least > c.value) c = Cut{least, NO_ID};
     }
     if (tid == 0) {
         cut[0] = c.value;

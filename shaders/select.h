@@ -11,7 +11,7 @@
 #include "common.h"
 #include "group.h"
 
-constant constexpr int NO_ID = 0x7fffffff;
+enum : int { NO_ID = 0x7fffffff };
 constant constexpr uint SELECT_BUCKETS = 2048;
 constant constexpr uint SELECT_STRIPS = 64;  // of buckets, summed up in parallel
 constant constexpr float SELECT_SCALE = 128; // buckets of distance per unit of log-probability

@@ -56,38 +56,41 @@ template <uint PARTS, uint BM, uint BN, bool GATHER> struct TensorProduct {
         execution_simdgroups<PRODUCT_SIMDGROUPS>>
         Multiply;
     typedef typename TensorRows<GATHER>::Left Left;
-    typedef decltype(Multiply().template get_destination_cooperative_tensor<Left, StagedOperand, float>()) Sum;
+    typedef typename Multiply::template cooperative_tensor_destination_t<Left, StagedOperand, float, int> Sum;
 
-    Sum sum[PARTS];
-
-    void init(threadgroup float *, uint, uint) {
-#pragma unroll
-        for (uint part = 0; part < PARTS; part++) {
-#pragma unroll
-            for (uint i = 0; i < sum[part].get_capacity(); i++) sum[part][i] = 0.0f;
-        }
+    void init(thread Sum &first, thread Sum &second, threadgroup float *, uint, uint) {
+        clear(first);
+        if (PARTS == 2) clear(second);
     }
 
-    void step(threadgroup bfloat *x, threadgroup bfloat *w, TileRows rows, uint at) {
+    static void clear(thread Sum &sum) {
+#pragma unroll
+        for (uint i = 0; i < sum.get_capacity(); i++) sum[i] = 0.0f;
+    }
+
+    void step(
+        thread Sum &first, thread Sum &second, threadgroup bfloat *x, threadgroup bfloat *w, TileRows rows, uint at) {
         constexpr uint pitch = operand_pitch<bfloat>(STEP);
         Multiply multiply;
         Left left = TensorRows<GATHER>::left(x, STEP, BM, rows, at);
-#pragma unroll
-        for (uint part = 0; part < PARTS; part++) {
-            StagedOperand right = staged_operand(w + part * BN * pitch, STEP, BN, pitch);
-            multiply.run(left, right, sum[part]);
+        StagedOperand right = staged_operand(w, STEP, BN, pitch);
+        multiply.run(left, right, first);
+        if (PARTS == 2) {
+            StagedOperand other = staged_operand(w + BN * pitch, STEP, BN, pitch);
+            multiply.run(left, other, second);
         }
     }
 
-    template <typename Epilogue> void visit(Epilogue epilogue, uint rows, uint columns) {
+    template <typename Epilogue>
+    void visit(thread Sum &first, thread Sum &second, Epilogue epilogue, uint rows, uint columns) {
 #pragma unroll
-        for (uint i = 0; i < sum[0].get_capacity(); i++) {
-            if (!sum[0].is_valid_element(i)) continue;
-            const auto place = sum[0].get_multidimensional_index(i);
+        for (uint i = 0; i < first.get_capacity(); i++) {
+            if (!first.is_valid_element(i)) continue;
+            const auto place = first.get_multidimensional_index(i);
             const uint m = uint(place[1]), n = uint(place[0]);
             float values[PARTS];
-#pragma unroll
-            for (uint part = 0; part < PARTS; part++) values[part] = sum[part][i];
+            values[0] = first[i];
+            if (PARTS == 2) values[PARTS - 1] = second[i];
             if (m < rows && n < columns) epilogue(m, n, values);
         }
     }

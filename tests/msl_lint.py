@@ -11,6 +11,7 @@
 * attributes: known ones, in their places; built-in arguments of matching dimensions; host names unique.
 * kernels: those of the kernel table have its buffers, in its order and with its access, then the parameter structure.
 * arrays in registers are indexed by constants: literals, constants, and counters of loops with constant bounds.
+* cooperative tensors, whose size no compiler knows, are neither fields nor elements of arrays.
 
 Not handled: types (msl_spaces.py), what only running shows (the checked build).
 """
@@ -37,7 +38,17 @@ SHORT = frozenset(
 def lint(source: str, metal: int = 320) -> list[str]:
     """All findings in ``source``."""
     s = survey(source, metal)
-    rules = (names, recursion, memory_orders, short_integers, spaces, attribute_places, kernels, register_arrays)
+    rules = (
+        names,
+        recursion,
+        memory_orders,
+        short_integers,
+        spaces,
+        attribute_places,
+        kernels,
+        register_arrays,
+        tensor_variables,
+    )
     return [f"{at.file}:{at.line}: {message}" for rule in rules for at, message in rule(s)]
 
 
@@ -196,6 +207,39 @@ def _without_space(p: Sequence[Token], parameter: bool) -> tuple[Token, str] | N
                     return None
                 return t, f"{spelled(p)}: a pointer or reference names its address space"
     return None
+
+
+def tensor_variables(s: Survey) -> Findings:
+    """Types are told by their names: a typedef that mentions a cooperative tensor makes its name one everywhere."""
+    types = {t.text for t in _typedefs(s.tokens)}
+    scopes: list[bool] = []  # of the open braces: is it a class?
+    for i, t in enumerate(s.tokens[:-2]):
+        if t.text == "{":
+            scopes.append(_opens_class(s.tokens, i))
+        elif t.text == "}" and scopes:
+            scopes.pop()
+        name, after = s.tokens[i + 1], s.tokens[i + 2].text
+        if t.text not in types or name.kind != "id" or after not in (";", ",", "[", "="):
+            continue
+        if after == "[":
+            yield t, f"{name.text} is an array of cooperative tensors; Metal has none, name each of them"
+        elif scopes and scopes[-1]:
+            yield t, f"{name.text} is a field that is a cooperative tensor; make it a variable of the function"
+
+
+def _typedefs(tokens: Sequence[Token]) -> Iterator[Token]:
+    """Names of the typedefs that mention a cooperative tensor."""
+    for i, t in enumerate(tokens):
+        if t.text == "typedef":
+            end = next(k for k in range(i, len(tokens)) if tokens[k].text in (";", "{"))
+            if any("cooperative_tensor" in x.text for x in tokens[i:end]):
+                yield tokens[end - 1]
+
+
+def _opens_class(tokens: Sequence[Token], brace: int) -> bool:
+    start = next((k for k in range(brace - 1, -1, -1) if tokens[k].text in (";", "{", "}")), -1)
+    words = [t.text for t in tokens[start + 1 : brace]]
+    return "(" not in words and bool({"struct", "class", "union"} & set(words))
 
 
 # ---- attributes and kernels -----------------------------------------------------------------------------------------

@@ -49,10 +49,11 @@ MATRIX = {
 def test_the_matrix_units_are_chosen_by_family_system_and_a_probe(case: str, metal: Standin, opened: Open) -> None:
     settings, language, matrix = MATRIX[case]
     metal.set(**settings)
-    sources = []
+    sources, made = [], []
 
-    def compile(source: str, _: str, __: dict[int, int]) -> Kernel:
+    def compile(source: str, name: str, constants: dict[int, int]) -> Kernel:
         sources.append(source)
+        made.append((name, sorted(constants.values())))
         return Kernel()
 
     metal.run_kernels(compile)
@@ -63,6 +64,8 @@ def test_the_matrix_units_are_chosen_by_family_system_and_a_probe(case: str, met
     device.kernel(COPY)
     assert ("LILY_MATRIX_F32" in sources[-1]) == (matrix == "simdgroup float")
     assert device.info["pipelines"] == 1, "the probe's does not count"
+    if matrix == "tensor":
+        assert made == [("gemm", [4, 64, 64]), ("copy", [])]
 
 
 def test_info_tells_chip_family_memory_and_choices(metal: Standin, opened: Open) -> None:

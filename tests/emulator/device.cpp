@@ -241,6 +241,8 @@ LILY_API int lily_kernel_get(
     return LILY_OK;
 }
 
+LILY_API int lily_kernel_fit(lily_kernel *, uint32_t) { return LILY_OK; }
+
 LILY_API int lily_list_new(lily_device *, lily_list **out) {
     *out = new lily_list();
     return LILY_OK;

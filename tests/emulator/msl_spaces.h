@@ -366,6 +366,8 @@ struct matmul2d_descriptor {
 template <matmul2d_descriptor D, class Scope> struct matmul2d {
     template <class L, class R, class C> metal::cooperative_tensor<L> get_left_input_cooperative_tensor() const;
     template <class L, class R, class C> metal::cooperative_tensor<R> get_right_input_cooperative_tensor() const;
+    template <class L, class R, class C, class Coordinate, class... More>
+    using cooperative_tensor_destination_t = metal::cooperative_tensor<C>;
     template <class L, class R, class C> metal::cooperative_tensor<C> get_destination_cooperative_tensor() const;
     template <class A, class B, class C> void run(const A &, const B &, C &) const;
 };

@@ -190,8 +190,10 @@ template <matmul2d_descriptor D, class Scope> struct matmul2d {
         constexpr int rows = D.transpose_right ? D.n : D.k, columns = D.transpose_right ? D.k : D.n;
         return metal::cooperative_tensor<typename msl_operand_type<R>::type, rows, columns, Scope>();
     }
+    template <class L, class R, class C, class Coordinate = int, class... More>
+    using cooperative_tensor_destination_t = metal::cooperative_tensor<C, D.m, D.n, Scope>;
     template <class L, class R, class C> auto get_destination_cooperative_tensor() const {
-        return metal::cooperative_tensor<C, D.m, D.n, Scope>();
+        return cooperative_tensor_destination_t<L, R, C>();
     }
 
     template <class A, class B, class C> MSL_NOINLINE void run(const A &a, const B &b, C &c, MSL_HERE) const {

@@ -90,6 +90,18 @@ template <uint N> struct Sums {
     }
 };
 
+// ---- cooperative tensors ----
+struct Products {
+    typedef metal::multiply::cooperative_tensor_destination_t<float, float, float, int> Tensor;
+    Tensor field;    // field is a field that is a cooperative tensor
+    Tensor parts[2]; // parts is an array of cooperative tensors
+    void add(thread Tensor &sum) { Tensor local; }
+    void twice() {
+        Tensor both[2]; // both is an array of cooperative tensors
+        Tensor first, second;
+    }
+};
+
 // ---- attributes ----
 kernel void attributes(device float *a [[buffer(0)]], constant uint &n [[buffer(1)]],
     uint2 group [[threadgroup_position_in_grid]], uint2 size [[threads_per_threadgroup]],
