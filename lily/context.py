@@ -13,6 +13,7 @@ from lily.plan import Builder, decode_plan, prefill_plan
 from lily.plan.memory import MemorySum, memory_sum
 from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
+from lily.units import gb
 
 SNAPSHOTS = 4
 
@@ -58,16 +59,16 @@ def plan_context(
     largest = max(weights.buffers.values())
     if largest > room.buffer:
         raise DeviceError(
-            f"{name} does not fit: one layer's weights take {_gb(largest)}, a buffer of this GPU holds "
-            f"{_gb(room.buffer)}; {room.remedy}"
+            f"{name} does not fit: one layer's weights take {gb(largest)}, a buffer of this GPU holds "
+            f"{gb(room.buffer)}; {room.remedy}"
         )
     fits = (room.total - fixed.total) // per_token
     if fits < (max_context or 1):
         want = needed(max_context or 1)
         raise DeviceError(
-            f"{name} does not fit: it needs {_gb(want.total)} (weights {_gb(want.weights)}, state {_gb(want.state)}, "
-            f"KV cache {_gb(want.kv)}, scratch {_gb(want.scratch)}, snapshots {_gb(want.snapshots)}), "
-            f"{_gb(room.total)} are available; " + ("use a smaller max_context" if fits >= 1 else room.remedy)
+            f"{name} does not fit: it needs {gb(want.total)} (weights {gb(want.weights)}, state {gb(want.state)}, "
+            f"KV cache {gb(want.kv)}, scratch {gb(want.scratch)}, snapshots {gb(want.snapshots)}), "
+            f"{gb(room.total)} are available; " + ("use a smaller max_context" if fits >= 1 else room.remedy)
         )
     tokens = max_context or min(limit, fits)
     return tokens, needed(tokens)
@@ -82,7 +83,3 @@ def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, ca
     rows = policy.buckets[-1]
     plans = decode_plan(builder(1)), prefill_plan(builder(rows)), prefill_plan(builder(rows), score_top=0)
     return max(plan.scratch_bytes for plan in plans)
-
-
-def _gb(n: int) -> str:
-    return f"{n / 1e9:.2f} GB"

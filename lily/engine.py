@@ -28,7 +28,7 @@ from lily.device import Buffer, choose_device, cpu_remedy
 from lily.errors import DeviceError, InvalidRequestError, LilyError
 from lily.kernels import MAX_SCORE_TOP
 from lily.matrix_check import open_checked
-from lily.pipelines import compile_kernels
+from lily.pipelines import compile_pipelines, pipelines
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.resolve import resolve_model
@@ -121,7 +121,7 @@ class Engine:
             config, self._policy, weights, room=Room.of(device), max_context=max_context, name=self.model.name
         )
         with cpu_remedy(asked):
-            compile_kernels(device, config, self._policy, weights, self.max_context)
+            compile_pipelines(device, pipelines(config, self._policy, weights, self.max_context))
         done = 0
 
         def report(n: int) -> None:

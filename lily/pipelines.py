@@ -7,14 +7,14 @@ cache, each way of sampling.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 from lily.config import ModelConfig
 from lily.device import Device
 from lily.kernels import Kernel
-from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
+from lily.plan import Builder, Dispatch, Plan, decode_plan, prefill_plan, sample_plan
 from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
 
@@ -39,17 +39,20 @@ def all_plans(config: ModelConfig, policy: Policy, weights: WeightsMap, max_cont
 
 
 def pipelines(config: ModelConfig, policy: Policy, weights: WeightsMap, max_context: int) -> list[Pipeline]:
-    """The kernels with their constants that these plans dispatch, each once."""
+    """What these plans need."""
+    return pipelines_of(d for plan in all_plans(config, policy, weights, max_context) for d in plan.dispatches)
+
+
+def pipelines_of(dispatches: Iterable[Dispatch]) -> list[Pipeline]:
+    """The kernels with their constants that ``dispatches`` need, each once."""
     threads: dict[tuple[Kernel, tuple[int, ...]], int] = {}
-    for plan in all_plans(config, policy, weights, max_context):
-        for d in plan.dispatches:
-            key = (d.kernel, d.constants)
-            threads[key] = max(threads.get(key, 0), prod(d.threads))
+    for d in dispatches:
+        key = (d.kernel, d.constants)
+        threads[key] = max(threads.get(key, 0), prod(d.threads))
     return [(*key, largest) for key, largest in threads.items()]
 
 
-def compile_kernels(device: Device, config: ModelConfig, policy: Policy, weights: WeightsMap, max_context: int) -> None:
+def compile_pipelines(device: Device, wanted: Iterable[Pipeline]) -> None:
     """Asks the device for all of them, several at a time; DeviceError for the first that it cannot make."""
-    wanted = pipelines(config, policy, weights, max_context)
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(lambda pipeline: device.kernel(*pipeline), wanted))

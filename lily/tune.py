@@ -8,7 +8,6 @@ Not handled: several options at once, of which there is only one; prompts (the m
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lily import sysctl
 from lily._version import __version__
 from lily.device import environment_options
 from lily.errors import DeviceError, InvalidRequestError, LilyError
@@ -128,17 +128,8 @@ def folder() -> Path:
 
 def machine() -> str:
     """What a choice depends on besides the model: chip, build of the system, version of Lily."""
-    chip = _sysctl("machdep.cpu.brand_string") or platform.machine()
-    return f"{chip} | {_sysctl('kern.osversion') or platform.release()} | {__version__}"
-
-
-def _sysctl(name: str) -> str:
-    """A text of macOS's sysctl; empty elsewhere."""
-    if platform.system() != "Darwin":
-        return ""
-    out, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
-    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), out, ctypes.byref(size), None, ctypes.c_size_t(0))
-    return "" if failed else out.value.decode("utf-8", "replace")
+    chip = sysctl.text("machdep.cpu.brand_string") or platform.machine()
+    return f"{chip} | {sysctl.text('kern.osversion') or platform.release()} | {__version__}"
 
 
 def tuned_options(device: str, model: str) -> dict[str, str]:

@@ -67,9 +67,9 @@ FUNCTIONS = _words(
 MEMBERS = _words(
     """
     x y z w thread_elements get_capacity is_valid_element get_multidimensional_index store load run slice
-    cooperative_tensor_destination_t get_destination_cooperative_tensor get_left_input_cooperative_tensor get_right_input_cooperative_tensor begin
-    end mode multiply multiply_accumulate mem_none mem_device mem_threadgroup max min lowest infinity get_extent
-    type
+    cooperative_tensor_destination_t get_destination_cooperative_tensor get_left_input_cooperative_tensor
+    get_right_input_cooperative_tensor begin end mode multiply multiply_accumulate mem_none mem_device mem_threadgroup
+    max min lowest infinity get_extent type
     """
 )
 OTHERS = _words(

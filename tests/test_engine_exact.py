@@ -437,7 +437,7 @@ def test_random_walk_of_requests(device, seed):
     start, reused = warm.tokenizer.id_of("<|im_start|>"), 0
     known = [random_tokens(5, seed)]
     with warm, cold:
-        for step in range(device.pick(25, 6)):
+        for step in range(device.pick(25, 12)):
             base = known[rng.integers(max(0, len(known) - 3), len(known))]
             keep = int(rng.integers(1, len(base) + 1)) if rng.random() < 0.5 else len(base)
             opening = [start] if rng.random() < 0.4 else []

@@ -132,13 +132,26 @@ def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, room: Room |
 
 
 def _device(flags: EngineFlags) -> tuple[dict[str, Any], Room]:
-    """What the device says about itself, and the memory it has."""
+    """What the device that an engine would open says about itself, and the memory it has."""
     from lily.context import Room
-    from lily.device import choose_device, open_device
+    from lily.device import choose_device
+    from lily.matrix_check import open_checked
 
     name = choose_device(flags.device)
-    with open_device(flags.device, **({"threads": flags.threads} if name == "cpu" else {})) as device:
+    options = {"threads": flags.threads} if name == "cpu" else _tuned(flags.model, name)
+    with open_checked(flags.device, **options) as device:
         return {"name": name, **device.info}, Room.of(device)
+
+
+def _tuned(model: str | None, device: str) -> dict[str, str]:
+    """What `lily tune` chose for the model; nothing for a model that is not here."""
+    from lily.resolve import resolve_model
+    from lily.tune import tuned_options
+
+    try:
+        return tuned_options(device, resolve_model(model).key)
+    except LilyError:
+        return {}
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

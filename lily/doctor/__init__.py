@@ -6,10 +6,10 @@
 
 machine.py, paths.py say what is here and what is chosen; cases.py, inputs.py, values.py make a dispatch of every kernel
 with its inputs; runs.py runs them, check.py compares two devices; limits.py, measure.py, generation.py measure;
-examination.py puts all together; report.py makes text of it.
+examiner.py goes through all of it, examination.py makes one document of it; report.py makes text of that.
 """
 
-from lily.doctor.examination import SCHEMA, SIZES, examine
+from lily.doctor.examination import SCHEMA, examine
 from lily.doctor.report import render
 
-__all__ = ["SCHEMA", "SIZES", "examine", "render"]
+__all__ = ["SCHEMA", "examine", "render"]

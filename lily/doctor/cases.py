@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dispatch of every kernel, at a small shape and at the real model's, as the plans of Lily itself have it.
 
-A case is the same dispatch twice: with grid, tile and layout of the device under test, and with those of the reference.
-The reference takes over what shows in results: how caches and vocabularies are cut into pieces.
+A case is the same dispatch twice: with grid and layout of the device under test, and with those of the reference.  The
+reference takes over what shows in results or in a case's name: how caches and vocabularies are cut into pieces, tiles.
 Not handled: what the arguments hold (inputs.py).
 """
 
@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lily.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig, QuantSpec
 from lily.kernels import KERNELS
 from lily.plan import Builder, Dispatch, Plan, View, decode_plan, prefill_plan, sample_plan
 from lily.plan.memory import ACT_BYTES
 from lily.policy import ABLATIONS, POLICIES, Policy, policy_for
+
+# Kernels that multiply on a GPU's matrix unit, whose operands are bfloat16.
+MATRIX_KERNELS = frozenset(
+    ("gemm", "gemm_swiglu", "gemm_residual", "moe_gemm_gate_up", "moe_gemm_down", "moe_gemm_expanded", "attn_prefill")
+)
+# Paths of the cpu device that round the operands of products with 4-bit matrices to bfloat16.
+ROUNDING_ISAS = ("amx", "avx512bf16")
 
 _KINDS = (LINEAR_ATTENTION, FULL_ATTENTION)
 
@@ -42,8 +49,8 @@ REAL = replace(
 class Size:
     """Shapes of one size: how many tokens are in the cache, and rows of a prompt chunk.
 
-    ``rows`` are real of the ``bucket`` that the list is recorded for, so that the last tile is not full. Copies and
-    probes move ``copied`` bytes.
+    ``rows`` are real of the ``bucket`` that the list is recorded for, so that the last tile is not full. Other tiles,
+    those of lists for up to ``tiled`` rows, are cases of their own. Copies and probes move ``copied`` bytes.
     """
 
     name: str
@@ -52,10 +59,11 @@ class Size:
     rows: int
     bucket: int
     copied: int
+    tiled: int = 0
 
 
 SIZES = {
-    "small": Size("small", SMALL, context=300, rows=29, bucket=32, copied=(1 << 16) + 4096),
+    "small": Size("small", SMALL, context=300, rows=29, bucket=32, copied=(1 << 16) + 4096, tiled=512),
     "real": Size("real", REAL, context=1024, rows=63, bucket=64, copied=8 << 20),
 }
 MEASURED = Size("real", REAL, context=4096, rows=512, bucket=512, copied=8 << 20)
@@ -63,7 +71,7 @@ MEASURED = Size("real", REAL, context=4096, rows=512, bucket=512, copied=8 << 20
 # Off variants, some of which keep matrices in bfloat16, are for a few experts.
 _FEW_EXPERTS = 32
 
-# A kernel occurs once, but for these: (kernel, label) → name of a second case.
+# A kernel occurs once for each of its tiles, but for these: (kernel, label) → name of a second case.
 _VARIANTS = {("gemv_norm_f32", "lm_head"): "head", ("attn_decode", "long"): "long"}
 
 
@@ -71,7 +79,7 @@ _VARIANTS = {("gemv_norm_f32", "lm_head"): "head", ("attn_decode", "long"): "lon
 class Case:
     """``tested`` and ``reference`` compute the same; ``rows`` and ``position`` go into their Step.
 
-    ``config`` is that of the plan that they are from.
+    ``variant`` tells cases of one kernel apart; ``config`` is that of the plan that they are from.
     """
 
     kernel: str
@@ -79,7 +87,7 @@ class Case:
     size: Size
     config: ModelConfig
     tested: Dispatch
-    reference: Dispatch | None  # the reference device has no such route
+    reference: Dispatch
     rows: int
     position: int
 
@@ -96,67 +104,85 @@ class Case:
 def reference_policy(tested: Policy) -> Policy:
     """The cpu device's policy, with everything that shows in a kernel's results as ``tested`` has it."""
     shared = (
-        "attention_piece", "attention_pieces", "long_context", "long_piece", "sample_slice", "moe_tiles", "buckets",
-        "kv_step", "score_rows", "ablate",
+        "attention_piece", "attention_pieces", "long_context", "long_piece", "sample_slice", "gemm_tiles", "moe_tiles",
+        "buckets", "kv_step", "score_rows", "ablate",
     )  # fmt: skip
     return replace(POLICIES["cpu"], **{name: getattr(tested, name) for name in shared})
 
 
-def cases(device: str, size: Size) -> tuple[list[Case], dict[str, str]]:
-    """(cases in the order of the kernel table, kernel → why it has none) for ``device``."""
+def cases(device: str, size: Size) -> list[Case]:
+    """Those for ``device``, in the order of the kernel table."""
     tested = _first_of_each(policy_for(device), size)
     reference = _first_of_each(reference_policy(policy_for(device)), size)
-    found = []
-    for key, dispatch in tested.items():
-        rows = 1 if dispatch[1] else size.rows
-        other = reference.get(key)
-        expected = other[0] if other else None
-        found.append(Case(*key, size, dispatch[2], dispatch[0], expected, rows, size.context - rows))
+    found = [
+        Case(*key, size, at.config, at.dispatch, reference[key].dispatch, at.rows, max(0, size.context - at.rows))
+        for key, at in tested.items()
+    ]
     order = {name: i for i, name in enumerate(KERNELS)}
-    found.sort(key=lambda case: (order[case.kernel], case.variant))
-    present = {case.kernel for case in found}
-    missing = {name: "no route of this device uses it" for name in KERNELS if name not in present}
-    return found, missing
+    return sorted(found, key=lambda case: (order[case.kernel], case.variant))
 
 
-def _first_of_each(policy: Policy, size: Size) -> dict[tuple[str, str], tuple[Dispatch, bool, ModelConfig]]:
-    """(kernel, variant) → (its first dispatch, of a decode step?, the plan's config)."""
-    found: dict[tuple[str, str], tuple[Dispatch, bool, ModelConfig]] = {}
-    for plan, decode, long, config in _plans(policy, size):
+class _Planned(NamedTuple):
+    plan: Plan
+    config: ModelConfig
+    rows: int = 1
+    long: bool = False  # for long contexts: only what is different there is wanted
+    off: bool = False  # an off variant: only what replaces other kernels is wanted
+
+
+class _Found(NamedTuple):
+    dispatch: Dispatch
+    config: ModelConfig
+    rows: int
+
+
+def _first_of_each(policy: Policy, size: Size) -> dict[tuple[str, str], _Found]:
+    """(kernel, variant) → its first dispatch."""
+    found: dict[tuple[str, str], _Found] = {}
+    for plan, config, rows, long, off in _plans(policy, size):
         for dispatch in plan.dispatches:
-            name, label = dispatch.kernel.name, dispatch.label.split(".")[-1]
-            variant = _VARIANTS.get((name, "long" if long else label), "")
-            if not long or variant:
-                found.setdefault((name, variant), (dispatch, decode, config))
+            variant = _variant(dispatch, long)
+            if (variant or not long) and (dispatch.kernel.replaces or not off):
+                found.setdefault((dispatch.kernel.name, variant), _Found(dispatch, config, rows))
     for name, dispatch in unplanned(size.copied, ACT_BYTES[policy.act]).items():
-        found.setdefault((name, ""), (dispatch, True, size.config))
+        found.setdefault((name, ""), _Found(dispatch, size.config, 1))
     return found
 
 
-def _plans(policy: Policy, size: Size) -> Iterator[tuple[Plan, bool, bool, ModelConfig]]:
-    """(plan, decode?, long context?, config): every route first, then the off variants."""
+def _variant(dispatch: Dispatch, long: bool) -> str:
+    if "tile_m" in dispatch.kernel.constants:
+        return f"tile {numbers(dispatch)['tile_m']}"
+    return _VARIANTS.get((dispatch.kernel.name, "long" if long else dispatch.label.split(".")[-1]), "")
+
+
+def _plans(policy: Policy, size: Size) -> Iterator[_Planned]:
+    """Every route first, then the off variants, then other tiles."""
     config, capacity = size.config, policy.kv_capacity(size.context)
 
     def decode(c: ModelConfig, p: Policy, capacity: int) -> Plan:
         return decode_plan(Builder(c, p, capacity=capacity, context=size.context))
 
-    def prefill(c: ModelConfig, p: Policy, top: int | None = None) -> Plan:
-        rows = p.bucket(size.bucket)
+    def prefill(c: ModelConfig, p: Policy, rows: int, top: int | None = None) -> Plan:
         return prefill_plan(Builder(c, p, rows=rows, capacity=capacity, context=size.context), score_top=top)
 
-    yield decode(config, policy, capacity), True, False, config
+    yield _Planned(decode(config, policy, capacity), config)
     if policy.long_context <= config.max_position_embeddings:
-        yield decode(config, policy, policy.long_context), True, True, config
+        yield _Planned(decode(config, policy, policy.long_context), config, long=True)
     for greedy in (True, False):
         sampling = Builder(config, policy, capacity=capacity)
-        yield sample_plan(sampling, greedy=greedy, logprobs=not greedy), True, False, config
-    yield prefill(config, policy), False, False, config
-    yield prefill(config, policy, 4), False, False, config
+        yield _Planned(sample_plan(sampling, greedy=greedy, logprobs=not greedy), config)
+    yield _Planned(prefill(config, policy, size.bucket), config, size.rows)
+    yield _Planned(prefill(config, policy, size.bucket, 4), config, size.rows)
     few = replace(config, num_experts=min(_FEW_EXPERTS, config.num_experts))
     for name in ABLATIONS:
         off = replace(policy, ablate=frozenset((name,)))
-        yield decode(few, off, capacity), True, False, few
-        yield prefill(few, off), False, False, few
+        yield _Planned(decode(few, off, capacity), few, off=True)
+        yield _Planned(prefill(few, off, size.bucket), few, size.rows, off=True)
+    # The largest list first: there most experts have several tiles.
+    for bucket in sorted((b for b in policy.buckets if b <= size.tiled), reverse=True):
+        rows = bucket * 3 // 4 - 3  # some tiles are empty, and one is not full
+        for p in (policy, replace(policy, ablate=frozenset(("fused-dequantisation",)))):
+            yield _Planned(prefill(config, p, bucket), config, rows)
 
 
 def unplanned(nbytes: int = 1 << 16, act: int = 4) -> dict[str, Dispatch]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from lily.doctor.cases import Case, numbers
+from lily.doctor.cases import MATRIX_KERNELS, ROUNDING_ISAS, Case, numbers
 from lily.doctor.inputs import make_inputs
-from lily.doctor.runs import Bench, DeviceHangs, lacks_room, nbytes
+from lily.doctor.runs import Bench, lacks_room, nbytes
 from lily.doctor.values import Array, Value
 from lily.errors import DeviceError
 from lily.kernels import Arg
@@ -32,11 +32,6 @@ _NEIGHBOURS = (2.0**-7, 2.0**-9)
 # result; among a million results the worst lies at five times that.  gate and up are multiplied, hence twice.
 _OPERANDS = (16 * 2.0**-9, 3 * 2.0**-9)
 
-_TILES = frozenset(
-    ("gemm", "gemm_swiglu", "gemm_residual", "moe_gemm_gate_up", "moe_gemm_down", "moe_gemm_expanded", "attn_prefill")
-)
-_ROUNDING_PATHS = ("amx", "avx512bf16")
-
 Limits = tuple[float, float]
 
 
@@ -51,6 +46,7 @@ class Result:
     error_rms: float | None = None
     limit: float = 0.0
     limit_rms: float = 0.0
+    failed: Bench | None = None  # the device that gave the error
 
     def document(self) -> dict[str, Any]:
         found = {"status": self.status, "shape": self.case.shape}
@@ -66,8 +62,6 @@ class Result:
 
 def check(case: Case, tested: Bench, reference: Bench) -> Result:
     """Runs ``case`` on both; nothing that a device does is raised."""
-    if case.reference is None:
-        return Result(case, "skipped", "the reference device has no such kernel")
     no_room = lacks_room(4 * max(nbytes(case.tested), nbytes(case.reference)))
     if no_room:
         return Result(case, "skipped", no_room)
@@ -75,31 +69,20 @@ def check(case: Case, tested: Bench, reference: Bench) -> Result:
     try:
         want = reference.run(case.reference, inputs)
     except DeviceError as problem:
-        return Result(case, "error", f"on the reference device: {problem}")
+        return Result(case, "error", f"on the reference device: {problem}", failed=reference)
     try:
         got = tested.run(case.tested, inputs)
     except DeviceError as problem:
-        return Result(case, "error", str(problem))
+        return Result(case, "error", str(problem), failed=tested)
     isa = tested.device.info.get("isa")
     return compare(case, got, want, inputs, lambda arg: limits_of(case, arg, tested.policy.act, isa))
-
-
-def recover(bench: Bench) -> str | None:
-    """Makes ``bench`` usable after an error; why it is not, if it is not."""
-    try:
-        bench.reopen()
-    except DeviceHangs as problem:
-        return str(problem)
-    except DeviceError as problem:
-        return f"the device could not be opened again: {problem}"
-    return None
 
 
 def limits_of(case: Case, arg: Arg, act: str, isa: object) -> Limits:
     """(worst, root mean square) relative error of a written argument that rounding explains, on a device whose
     activations are ``act``; ``isa`` is the cpu device's path."""
     parts = [_SINGLE]
-    if (act == "bf16" and case.kernel in _TILES) or (isa in _ROUNDING_PATHS and _multiplies_4_bits(case)):
+    if (act == "bf16" and case.kernel in MATRIX_KERNELS) or (isa in ROUNDING_ISAS and _multiplies_4_bits(case)):
         parts.append(_OPERANDS)
     if act == "bf16" and arg.dtype == "act":
         parts.append(_STORED)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,10 +123,11 @@ class _Inputs:
 
     # ---- routing
     def expert_ids(self, rows: int) -> Array:
-        """Different experts for each of ``rows`` rows: [rows·active]."""
+        """Different experts for each of ``rows`` rows, the first ones most often: [rows·active]."""
         config = self.case.config
         active = config.experts_per_token
-        chosen = np.argsort(self.rng.random((rows, config.num_experts)), axis=1)[:, :active]
+        drawn = self.rng.random((rows, config.num_experts)) * np.linspace(0.5, 1.5, config.num_experts)
+        chosen = np.argsort(drawn, axis=1)[:, :active]
         return chosen.reshape(-1).astype(np.int32)
 
     def ids(self, size: int) -> Array:
@@ -136,30 +138,28 @@ class _Inputs:
         out[:] = self.expert_ids(rows)
         return out
 
-    def grouped(self) -> dict[str, Array]:
-        """What route_group makes of random assignments: a stable sort by expert, and tiles of one expert."""
-        if "grouped" not in self.made:
-            experts, tile = self.numbers["experts"], self.numbers["tile_m"]
-            ids = self.expert_ids(self.case.rows)
-            order = np.argsort(ids, kind="stable").astype(np.int32)
-            offsets = np.searchsorted(ids[order], np.arange(experts + 1)).astype(np.int32)
-            blocks = [(e, place) for e in range(experts) for place in range(int(offsets[e]), int(offsets[e + 1]), tile)]
-            self.made["grouped"] = {
-                "offsets": offsets,
-                "order": order,
-                "blocks": np.array(blocks, np.int32).reshape(-1),
-            }  # type: ignore[assignment]
-        return self.made["grouped"]  # type: ignore[return-value]
+    @cached_property
+    def grouped(self) -> tuple[Array, Array, Array]:
+        """What route_group makes of random assignments: a stable sort by expert, and tiles of one expert.
+
+        (offsets, order, blocks)
+        """
+        experts, tile = self.numbers["experts"], self.numbers["tile_m"]
+        ids = self.expert_ids(self.case.rows)
+        order = np.argsort(ids, kind="stable").astype(np.int32)
+        offsets = np.searchsorted(ids[order], np.arange(experts + 1)).astype(np.int32)
+        blocks = [(e, place) for e in range(experts) for place in range(int(offsets[e]), int(offsets[e + 1]), tile)]
+        return offsets, order, np.array(blocks, np.int32).reshape(-1)
 
     def offsets(self, size: int) -> Array:
-        return self.grouped()["offsets"]
+        return self.grouped[0]
 
     def order(self, size: int) -> Array:
-        return np.resize(self.grouped()["order"], size)  # beyond the rows of the step nothing is read
+        return np.resize(self.grouped[1], size)  # beyond the rows of the step nothing is read
 
     def blocks(self, size: int) -> Array:
         out = np.tile(np.array([-1, 0], np.int32), size // 2)
-        found = self.grouped()["blocks"]
+        found = self.grouped[2]
         out[: len(found)] = found
         return out
 

@@ -59,8 +59,11 @@ def device_seconds(bench: Bench, item: CommandList) -> Callable[[], float]:
     return run
 
 
-def limits(bench: Bench) -> dict[str, Any]:
-    """All of the above; a limit that cannot be measured is None, its reason under ``problems``."""
+def limits(bench: Bench) -> tuple[dict[str, Any], str | None]:
+    """(all of the above, why ``bench`` cannot be used any more, if so).
+
+    A limit that cannot be measured is None, its reason under ``problems``.
+    """
     arena = ARENA
     found: dict[str, Any] = {"arena_bytes": arena}
     problems: dict[str, str] = {}
@@ -72,13 +75,16 @@ def limits(bench: Bench) -> dict[str, Any]:
         ("dispatch_s", lambda: _levels(bench, dependent=False)),
         ("submit_s", lambda: _submit(bench)),
     )
+    given_up = None
     for name, measure in figures:
-        try:
-            found[name] = measure()
-        except DeviceError as problem:
-            found[name], problems[name] = None, str(problem)
-            bench.reopen()
-    return {**found, "problems": problems}
+        found[name] = None
+        if given_up is None:
+            try:
+                found[name] = measure()
+            except DeviceError as problem:
+                problems[name] = str(problem)
+                given_up = bench.recover()
+    return {**found, "problems": problems}, given_up
 
 
 def greatest(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -147,9 +153,13 @@ def _levels(bench: Bench, dependent: bool) -> float:
             return device_seconds(bench, item)()
 
         seconds = median_seconds(run) / LEVELS
-        counted = int(buffers["x"].array(np.uint32)[0])
-        if counted != runs * (LEVELS if dependent else 1):
-            raise DeviceError(f"{runs} lists counted to {counted}: dispatches were lost or ran out of order")
+        places, expected = (1, runs * LEVELS) if dependent else (LEVELS, runs)
+        counted = buffers["x"].array(np.uint32).reshape(places, -1)[:, 0]
+        if (wrong := counted[counted != expected]).size:
+            raise DeviceError(
+                f"{runs} lists of {LEVELS} dispatches counted to {wrong[0]} where {expected} is right: dispatches were "
+                "lost or ran out of order"
+            )
     return seconds
 
 

@@ -7,7 +7,6 @@ Not handled: the GPU, which only its device library knows (paths.py).
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import platform
@@ -16,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lily import sysctl
 from lily._version import __version__
 from lily.host_memory import available_bytes
 from lily.kernels import c_header
@@ -55,18 +55,18 @@ def scrub(value: Any) -> Any:
 
 
 def _macos() -> dict[str, Any]:
-    cores = [_sysctl_number(f"hw.perflevel{i}.logicalcpu") for i in range(2)]
+    cores = [sysctl.number(f"hw.perflevel{i}.logicalcpu") for i in range(2)]
     return {
         "system": "macOS",
         "system_version": platform.mac_ver()[0] or None,
-        "system_build": _sysctl_text("kern.osversion"),
-        "model": _sysctl_text("hw.model"),
-        "chip": _sysctl_text("machdep.cpu.brand_string"),
+        "system_build": sysctl.text("kern.osversion"),
+        "model": sysctl.text("hw.model"),
+        "chip": sysctl.text("machdep.cpu.brand_string"),
         "performance_cores": cores[0],
         "efficiency_cores": cores[1],
-        "memory_bytes": _sysctl_number("hw.memsize"),
-        "rosetta": _sysctl_number("sysctl.proc_translated") == 1,
-        "virtual_machine": _sysctl_number("kern.hv_vmm_present") == 1,
+        "memory_bytes": sysctl.number("hw.memsize"),
+        "rosetta": sysctl.number("sysctl.proc_translated") == 1,
+        "virtual_machine": sysctl.number("kern.hv_vmm_present") == 1,
     }
 
 
@@ -94,25 +94,3 @@ def _usable() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _sysctl(name: str) -> bytes | None:
-    """A value of macOS's sysctl; None if it has none of that name."""
-    call = getattr(ctypes.CDLL(None), "sysctlbyname", None)
-    size = ctypes.c_size_t()
-    if call is None or call(name.encode(), None, ctypes.byref(size), None, ctypes.c_size_t(0)):
-        return None
-    value = ctypes.create_string_buffer(size.value)
-    if call(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0)):
-        return None
-    return value.raw[: size.value]
-
-
-def _sysctl_text(name: str) -> str | None:
-    value = _sysctl(name)
-    return None if value is None else value.rstrip(b"\0").decode("utf-8", "replace")
-
-
-def _sysctl_number(name: str) -> int | None:
-    value = _sysctl(name)
-    return None if value is None else int.from_bytes(value, "little")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lily.doctor import limits
-from lily.doctor.cases import Case, numbers
+from lily.doctor.cases import MATRIX_KERNELS, Case, numbers
 from lily.doctor.inputs import make_inputs
 from lily.doctor.limits import device_seconds, median_seconds
 from lily.doctor.runs import Bench, lacks_room, nbytes
@@ -44,16 +44,14 @@ def measure(case: Case, bench: Bench) -> dict[str, Any]:
 
 
 def operations(case: Case) -> int:
-    """Floating-point operations of products on the matrix unit; 0 for other kernels."""
-    p, rows, name = numbers(case.tested), case.rows, case.kernel
-    work = 0
-    if name.startswith("gemm"):
-        work = 2 * rows * p["n"] * p["k"] * (2 if name == "gemm_swiglu" else 1)
-    elif name.startswith("moe_gemm"):
-        work = 2 * rows * p["active"] * p["n"] * p["k"] * (2 if name == "moe_gemm_gate_up" else 1)
-    elif name == "attn_prefill":
-        work = 4 * p["hq"] * p["dim"] * sum(case.position + m + 1 for m in range(rows))
-    return int(work)
+    """Floating-point operations of products of many rows; 0 for other kernels."""
+    p, rows = numbers(case.tested), case.rows
+    if case.kernel == "attn_prefill":
+        return int(4 * p["hq"] * p["dim"] * sum(case.position + m + 1 for m in range(rows)))
+    if case.kernel not in MATRIX_KERNELS | {"gemm_f32"}:
+        return 0
+    matrices = 2 if case.kernel in ("gemm_swiglu", "moe_gemm_gate_up") else 1
+    return int(2 * rows * p.get("active", 1) * matrices * p["n"] * p["k"])
 
 
 def share(rate: dict[str, Any], used: dict[str, Any]) -> float | None:
@@ -95,8 +93,6 @@ def _repeats(case: Case) -> int:
 
 def _varied(case: Case, bench: Bench, first: dict[str, Array], turn: int) -> dict[str, Array]:
     """The arguments of dispatch ``turn``: large ones in memory of their own, other experts."""
-    if operations(case):
-        return first
     chooses = _CHOOSES.get(case.kernel)
     out = dict(first)
     for arg, view in zip(case.tested.kernel.args, case.tested.views, strict=True):

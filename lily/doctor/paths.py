@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from lily.device import ABI_VERSION, Device, choose_device, library_path
+from lily.doctor.cases import ROUNDING_ISAS
 from lily.doctor.machine import fingerprint
 from lily.errors import DeviceError
 from lily.msl.flatten import flatten
+from lily.units import gb
 
 _PACKAGE = Path(__file__).parent.parent
 
 _VARIABLES = (
-    "LILY_CPU", "LILY_METAL", "LILY_METAL_CAPTURE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "METAL_CAPTURE_ENABLED",
-    "MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION",
+    "LILY_CPU", "LILY_METAL", "LILY_METAL_CAPTURE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "MTL_CAPTURE_ENABLED",
+    "METAL_CAPTURE_ENABLED", "MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION",
 )  # fmt: skip
 
 Way = tuple[str, str, str]  # what, its value, why
@@ -65,10 +67,6 @@ def remedy(name: str, error: str) -> str:
     return "; ".join(steps) or "please send this report (lily doctor --json)"
 
 
-def _gb(nbytes: str | int | None) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if isinstance(nbytes, int) else str(nbytes)
-
-
 def _library(name: str) -> str | None:
     try:
         return library_path(name).relative_to(_PACKAGE.parent).as_posix()
@@ -79,7 +77,7 @@ def _library(name: str) -> str | None:
 def _cpu_ways(info: dict[str, str | int]) -> list[Way]:
     forced = os.environ.get("LILY_CPU")
     isas = str(info.get("isas", ""))
-    rounds = info.get("isa") in ("amx", "avx512bf16")
+    rounds = info.get("isa") in ROUNDING_ISAS
     return [
         ("instruction set", str(info.get("isa")),
          f"LILY_CPU={forced}" if forced else f"the first of what this processor has: {isas}"),
@@ -92,13 +90,14 @@ def _gpu_ways(info: dict[str, str | int]) -> list[Way]:
     matrix, _, why_not = str(info.get("matrix", "")).partition(", ")
     reasons = {
         "tensor": "this GPU has units for tensor operations, and the system's compiler takes them",
-        "simdgroup bfloat": "tensor operations are for family Apple10 and macOS 26.1 or later",
+        "simdgroup bfloat": "tensor operations are for family Apple10 and macOS 26.2 or later",
         "simdgroup float": "this GPU has no bfloat arithmetic (before family Apple9)",
         "as compiled": "the metallib decides",
     }
+    memory, largest = (gb(int(info[name])) for name in ("memory", "max_buffer"))
     shown: list[Way] = [
         ("GPU", str(info.get("chip")), f"family {info.get('family')}"),
-        ("memory of the GPU", _gb(info.get("memory")), f"at most {_gb(info.get('max_buffer'))} in one buffer"),
+        ("memory of the GPU", memory, f"at most {largest} in one buffer"),
         ("shaders", str(info.get("shaders")), f"MSL {info.get('msl')}, text {fingerprint(flatten())}"),
         ("matrix unit", matrix, why_not or reasons.get(matrix, "")),
         ("pipeline cache", str(info.get("cache")), f"{info.get('cache_hits')} of {info.get('pipelines')} were in it"),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import Any
 
+from lily.units import gb
+
 _WIDTH = 100  # characters of a line of prose
 
 _NOTES = (
@@ -58,7 +60,7 @@ def _machine(m: dict[str, Any]) -> list[str]:
         f"Lily {m['lily']}, kernel table {m['kernel_table']}, {m['python']}",
         f"{m['system']} {m['system_version']}{build}, {m['architecture']}",
         f"{m.get('chip') or 'unknown processor'}{', ' + m['model'] if m.get('model') else ''}: {cores}",
-        f"memory {_gb(m['memory_bytes'])}, available {_gb(m['available_bytes'])}; load average {m['load_average']}",
+        f"memory {gb(m['memory_bytes'])}, available {gb(m['available_bytes'])}; load average {m['load_average']}",
     ]
     if m["load_average"] > m["usable_processors"]:
         lines.append("the machine is busy with other work: figures are lower than they could be, and unsteady")
@@ -78,6 +80,8 @@ def _device(document: dict[str, Any]) -> list[str]:
     lines += [
         f"{way['what']}: {way['value']}" + (f" ({way['why']})" if way["why"] else "") for way in d.get("ways", ())
     ]
+    if "tensor_check" in d:
+        lines.append(f"check of tensor operations: {d['tensor_check']}")
     if d.get("library"):
         lines.append(f"library {d['library']}, interface {d['abi']}")
     if "error" in d:
@@ -98,14 +102,7 @@ def _kernels(document: dict[str, Any]) -> list[str]:
     for row in document["kernels"]:
         name = f"{row['kernel']} ({row['variant']})" if row["variant"] else row["kernel"]
         checks = [row["checks"].get(size, {}) for size in sizes]
-        line = [
-            name,
-            *(
-                c.get("status", "").upper() if c.get("status") in ("fail", "error") else c.get("status", "")
-                for c in checks
-            ),
-        ]
-        line += _errors(checks)
+        line = [name, *map(_status, checks), *_errors(checks)]
         table.append(line + (_rate(row.get("rate", {})) if timed else []))
     counts: dict[str, int] = {}
     for row in document["kernels"]:
@@ -164,7 +161,7 @@ def _limits(found: dict[str, Any]) -> list[str]:
         table.append([name, *values])
     for name, key in (("level", "level_s"), ("dispatch", "dispatch_s"), ("submit", "submit_s")):
         table.append([name, *(_time(v[key]) if v[key] else "not measured" for v in (before, after))])
-    return [f"Limits, measured over {_gb(before['arena_bytes'])}", *(f"  {line}" for line in _columns(table))]
+    return [f"Limits, measured over {gb(before['arena_bytes'])}", *(f"  {line}" for line in _columns(table))]
 
 
 def _generation(g: dict[str, Any]) -> list[str]:
@@ -206,7 +203,3 @@ def _time(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.2f} {unit}"
     return f"{seconds * 1e9:.0f} ns"
-
-
-def _gb(nbytes: float | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / 1e9:.2f} GB"

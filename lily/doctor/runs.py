@@ -20,6 +20,7 @@ from lily.host_memory import available_bytes
 from lily.plan.views import Dispatch, Plan, View
 from lily.plan.weights_map import align
 from lily.policy import Policy
+from lily.units import gb
 
 TIMEOUT = 30.0  # seconds: far beyond any list of the doctor, even on a busy machine
 
@@ -40,14 +41,18 @@ class Bench:
         if not self.hangs:  # else it would be waited for without end
             self.device.close()
 
-    def reopen(self) -> None:
-        """A fresh device in place of one whose submission failed; DeviceError if there is none to be had."""
+    def recover(self) -> str | None:
+        """Puts a fresh device in place of one whose submission failed; why that is not possible, if it is not."""
         if self.hangs:
-            raise DeviceHangs("an earlier kernel did not finish")
+            return "an earlier kernel did not finish"
         if self.failed:
             self.device.close()
-            self.device = self._open()
+            try:
+                self.device = self._open()
+            except DeviceError as problem:
+                return f"the device could not be opened again: {problem}"
             self.failed = False
+        return None
 
     def run(self, dispatch: Dispatch, inputs: dict[str, Value]) -> dict[str, Array]:
         """The written arguments of ``dispatch``."""
@@ -115,7 +120,7 @@ def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
 def lacks_room(need: int) -> str | None:
     """Why ``need`` bytes are not taken here, if they are not."""
     room = available_bytes()
-    return None if need <= 0.8 * room else f"needs {need / 1e9:.2f} GB, {room / 1e9:.2f} GB are available"
+    return None if need <= 0.8 * room else f"needs {gb(need)}, {gb(room)} are available"
 
 
 def nbytes(dispatch: Dispatch) -> int:
