@@ -17,6 +17,7 @@ from hypothesis import settings
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 pytest_plugins = ["engine_device", "metal.shim"]
+pytest.register_assert_rewrite("sampling_tests", "sampling_filter_tests")
 
 ROOT = Path(__file__).resolve().parent.parent
 _COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders

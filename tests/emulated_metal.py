@@ -127,7 +127,7 @@ def emulated_engine(
     with (
         mock.patch.dict(POLICIES, metal=replace(POLICIES["metal"], act=act)),
         mock.patch("lily.engine.open_checked", open_device),
-        mock.patch("lily.engine.compile_kernels"),
+        mock.patch("lily.engine.compile_pipelines"),
     ):
         engine = Engine(model, device="metal", ablate=ablate, max_context=max_context)
     with engine:

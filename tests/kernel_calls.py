@@ -7,7 +7,7 @@ writes outside of its outputs fails whatever the test looks at.  Not handled: wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,9 @@ class Call:
     threads: Sequence[int] = (32,)
     barrier: bool = True
     threadgroup: Mapping[int, int] = field(default_factory=dict)  # bytes of threadgroup arguments, by index
+
+
+RunCall = Callable[[Call], dict[str, Array]]  # runs a call; what its kernel may have written, by name
 
 
 def check_names(call: Call) -> None:

@@ -20,21 +20,8 @@ from kernel_calls import Array, Call, run_calls
 
 from lily.device import Device, library_path
 from lily.errors import DeviceError
-from lily.kernels import KERNELS, STRUCTS
-
-_KINDS = {"i32": np.int32, "u32": np.uint32, "f32": np.float32}
-
-
-def _struct_dtype(name: str) -> np.dtype[Any]:
-    fields: list[Any] = []
-    for line in STRUCTS[name]:
-        kind, field = line.split(" ", 1)
-        base, _, count = field.partition("[")
-        fields.append((base, _KINDS[kind], (int(count[:-1]),)) if count else (base, _KINDS[kind]))
-    return np.dtype(fields)
-
-
-STEP, REQUEST, OUTPUT = (_struct_dtype(name) for name in ("Step", "Request", "Output"))
+from lily.kernels import KERNELS
+from lily.structs import REQUEST, STEP
 
 
 def step(position: int = 0, rows: int = 1, count: int = 0, stopped: int = 0) -> Array:

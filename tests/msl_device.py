@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 from kernel_calls import Array, Call, run_calls
 from metal.engine import emulated_metal
-from metal.standin import standin
-from metal.toolchain import CACHE, Missing
+from metal.toolchain import CACHE
 from msl_build import compiler, shader_source
 
 from lily.device import Device
@@ -72,10 +71,6 @@ def _stand_in(metal: int, options: dict[str, object]) -> Iterator[Device]:
     """Opened anew each time: the stand-in's state is global, and other tests reset it."""
     if compiler() is None:
         pytest.skip("no clang++ of version 17 or later; install clang-19")
-    try:
-        standin()
-    except Missing as problem:
-        pytest.skip(str(problem))
     with emulated_metal(CACHE, **options) as s:
         s.set(**(TENSOR_UNITS if metal >= 400 else {"family": FAMILY}))
         with Device("metal") as device:

@@ -60,7 +60,8 @@ from lily.msl.preprocess import Resolver
 
 __all__ = [
     "ORDERS", "SLACK", "Array", "Call", "EmulatorError", "Run", "backend", "bf16", "matrix_operands", "needs_clang",
-    "needs_emulator", "needs_shaders", "request", "run", "run_many", "same_result", "step",
+    "needs_emulator", "needs_shaders", "request", "run", "run_call", "run_many", "same_result",
+    "step",
 ]  # fmt: skip
 
 _ORDERS = {"forward": 0, "reverse": 1, "random": 2}
@@ -92,7 +93,7 @@ _NO_EMULATOR = (
     else "no clang++ of version 17 or later; install clang-19"
 )  # fmt: skip
 needs_clang = pytest.mark.skipif(compiler() is None, reason=_NO_EMULATOR)
-needs_shaders = needs_clang if backend() == "emulator" else pytest.mark.skipif(False, reason="a device is opened")
+needs_shaders = [needs_clang] if backend() == "emulator" else []  # for pytestmark
 needs_emulator = needs_clang if backend() == "emulator" else pytest.mark.skip("only the emulator checks every access")
 
 
@@ -165,6 +166,11 @@ def run(
     """Runs one kernel once; see the module's text for arguments and ``options`` (those of run_many)."""
     call = Call(kernel, arrays, params or {}, constants or {}, grid, threads, True, threadgroup or {})
     return run_many([call], **options)[0]
+
+
+def run_call(call: Call, **options: Any) -> dict[str, Array]:
+    """Runs one call on arrays as they are (``poison`` is off); what its kernel may have written, by name."""
+    return run_many([call], poison=None, **options)[0].arrays
 
 
 def run_many(

@@ -227,3 +227,30 @@ class Reference:
         x = rmsnorm(x, self.vector("norm.weight"), self.eps)
         head = "embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
         return self.linear(head, x)
+
+
+class _Bf16Cache(dict[str, Array]):
+    """A layer's cache that keeps K and V as devices do."""
+
+    def __setitem__(self, key: str, value: Array) -> None:
+        super().__setitem__(key, round_bf16(value) if key in ("k", "v") else value)
+
+
+class DeviceReference(Reference):
+    """The reference with the devices' caches; it notes how near each row comes to a tie between experts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.leads: list[Array] = []  # by layer [rows]: of the last chosen expert's logit over the first left out
+
+    def new_cache(self) -> list[dict[str, Array]]:
+        return [_Bf16Cache(layer) for layer in super().new_cache()]
+
+    def linear(self, module: str, x: Array) -> Array:
+        y = super().linear(module, x)
+        if module.endswith("mlp.gate"):
+            active = self.config["num_experts_per_tok"]
+            best = -np.sort(-y, -1)
+            left_out = best[:, active] if active < best.shape[1] else -np.inf
+            self.leads.append(best[:, active - 1] - left_out)
+        return y

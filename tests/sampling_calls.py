@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 from kernel_calls import Array, Call
-from kernel_harness import OUTPUT, STEP, fill, request, step
+from kernel_harness import fill, request, step
 
 from lily.kernels import OUTPUT_RING
+from lily.structs import OUTPUT, STEP
 
 NO_ID = 0x7FFFFFFF
 
@@ -84,6 +85,14 @@ def draw_call(
     req = request(vocab or len(y), temperature=temperature, seed_low=seed & 0xFFFFFFFF, seed_high=seed >> 32)
     args = {"step": step(position, rows), "request": req, "y": y, "cut": threshold, "best": fill((groups, 2))}
     return Call("sample_draw", args, {"slice": size}, grid=(groups,), threads=(64,))
+
+
+def top_call(logits: Array, vocab: int, want: int) -> Call:
+    args = {
+        "request": request(vocab, top_logprobs=want), "logits": logits, "top_ids": fill(20, np.int32),
+        "top_values": fill(20),
+    }  # fmt: skip
+    return Call("top_logprobs", args, {"count": len(logits)}, threads=(256,))
 
 
 def score_call(logits: Array, target: Array, top: int, vocab: int, rows: int, first: int = 0) -> Call:

@@ -11,16 +11,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from metal.engine import emulated_metal
-from metal.standin import Standin, standin
-from metal.toolchain import Missing
+from metal.standin import Standin
 from msl_harness import needs_clang
 
 from lily import sysctl
@@ -46,16 +44,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures from next to no memory and time."""
     monkeypatch.setattr(limits, "ARENA", 4 << 20)
     monkeypatch.setattr(limits, "BUDGET", 0.0)
-
-
-@pytest.fixture
-def metal(tmp_path: Path) -> Iterator[Standin]:
-    try:
-        standin()
-    except Missing as problem:
-        pytest.skip(str(problem))
-    with emulated_metal(tmp_path) as device:
-        yield device
 
 
 def by_kernel(document: dict[str, Any], size: str = "small") -> dict[str, str]:
@@ -544,7 +532,7 @@ def test_metal_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_clang
-def test_metal_kernels_are_right(metal: Standin) -> None:
+def test_metal_kernels_are_right(emulated: Standin) -> None:
     kernels = ("embed", "gemm", "moe_gemm_down", "attn_decode", "sample_filter")
     document = examine("metal", quick=True, threads=4, sizes=SMALL, kernels=kernels)  # threads are the cpu device's
     assert by_kernel(document) == dict.fromkeys(kernels, "pass"), document["problems"]
@@ -564,9 +552,9 @@ def test_metal_kernels_are_right(metal: Standin) -> None:
 @needs_clang
 @pytest.mark.parametrize("right", [True, False])
 def test_the_remedy_for_tensor_operations_follows_what_an_engine_does(
-    right: bool, metal: Standin, monkeypatch: pytest.MonkeyPatch
+    right: bool, emulated: Standin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metal.set(family=10, macos=26.2)
+    emulated.set(family=10, macos=26.2)
     original = runs.Bench.run
 
     def run_changed(bench: runs.Bench, dispatch: Dispatch, inputs: Any) -> Any:
@@ -594,8 +582,8 @@ def test_the_remedy_for_tensor_operations_follows_what_an_engine_does(
 @needs_clang
 @pytest.mark.full
 @pytest.mark.parametrize("family", [8, 9, 10])
-def test_every_metal_kernel_is_right(family: int, metal: Standin) -> None:
-    metal.set(family=family, macos=26.2)
+def test_every_metal_kernel_is_right(family: int, emulated: Standin) -> None:
+    emulated.set(family=family, macos=26.2)
     document = examine("metal", quick=True, sizes=SMALL)
     assert set(by_kernel(document).values()) == {"pass"}, document["problems"]
     assert set(by_kernel(document)) == set(KERNELS)
@@ -603,7 +591,7 @@ def test_every_metal_kernel_is_right(family: int, metal: Standin) -> None:
 
 @needs_clang
 def test_a_metal_kernel_without_pipeline_is_an_error_and_the_rest_goes_on(
-    metal: Standin, monkeypatch: pytest.MonkeyPatch
+    emulated: Standin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get = Device.kernel
 
@@ -620,8 +608,8 @@ def test_a_metal_kernel_without_pipeline_is_an_error_and_the_rest_goes_on(
 
 
 @needs_clang
-def test_a_failed_command_buffer_is_an_error_and_the_rest_goes_on(metal: Standin) -> None:
-    metal.set(fail_submission=2, fail_code=3, fail_text="page fault")
+def test_a_failed_command_buffer_is_an_error_and_the_rest_goes_on(emulated: Standin) -> None:
+    emulated.set(fail_submission=2, fail_code=3, fail_text="page fault")
     document = examine("metal", quick=True, sizes=SMALL, kernels=("copy", "rmsnorm", "swiglu", "last_row"))
     # The second submission of every queue fails: after each failure the device is opened anew.
     assert list(by_kernel(document).values()) == ["pass", "error", "pass", "error"]
@@ -629,8 +617,8 @@ def test_a_failed_command_buffer_is_an_error_and_the_rest_goes_on(metal: Standin
 
 
 @needs_clang
-def test_memory_that_the_gpu_does_not_give_is_an_error(metal: Standin) -> None:
-    metal.set(fail_buffer=1)
+def test_memory_that_the_gpu_does_not_give_is_an_error(emulated: Standin) -> None:
+    emulated.set(fail_buffer=1)
     document = examine("metal", quick=True, sizes=SMALL, kernels=("copy", "swiglu"))
     assert by_kernel(document) == {"copy": "error", "swiglu": "pass"}
     assert "refused a buffer" in document["problems"][0]["text"]
@@ -648,9 +636,9 @@ def test_memory_that_the_gpu_does_not_give_is_an_error(metal: Standin) -> None:
 )
 @needs_clang
 def test_a_gpu_that_does_not_open_is_reported_with_cause_and_remedy(
-    settings: dict[str, float], says: str, metal: Standin, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, float], says: str, emulated: Standin, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metal.set(**settings)
+    emulated.set(**settings)
     document = json_of(["--device", "metal", "--quick"], capsys, 1)
     assert document["machine"]["system"]
     assert document["device"]["opened"] is False
@@ -660,7 +648,7 @@ def test_a_gpu_that_does_not_open_is_reported_with_cause_and_remedy(
 
 
 @needs_clang
-def test_metal_figures(metal: Standin, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metal_figures(emulated: Standin, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits and one kernel; the emulator's figures mean nothing, so any will do."""
     monkeypatch.setattr(limits, "LEVELS", 8)
     monkeypatch.setattr(limits, "ARENA", 1 << 20)

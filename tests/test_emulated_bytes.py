@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from emulated_metal import EmulatedMetal, Traffic
-from kernel_harness import STEP, request
+from kernel_harness import request
 from models import model_config
 from msl_harness import needs_clang
 
@@ -22,6 +22,7 @@ from lily.plan import Builder, Plan, decode_plan, sample_plan
 from lily.plan.report import plan_report
 from lily.plan.views import Dispatch
 from lily.policy import policy_for
+from lily.structs import STEP
 
 pytestmark = needs_clang
 

@@ -41,6 +41,8 @@ WATCHDOG = 1, "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErro
 PAGE_FAULT = 3, "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)"
 OUT_OF_MEMORY = 8, "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 
+each_error = pytest.mark.parametrize("error", [WATCHDOG, PAGE_FAULT], ids=["watchdog", "fault"])
+
 Outcome = tuple[list[int], Any, bytes, bytes]
 
 
@@ -129,7 +131,7 @@ def test_any_order_serves_a_conversation(engine, stand_in):
 
 
 @pytest.mark.parametrize("ahead", range(1, CHUNKS + 1))
-@pytest.mark.parametrize("error", [WATCHDOG, PAGE_FAULT], ids=["watchdog", "fault"])
+@each_error
 def test_a_chunk_that_fails_once_is_run_again(engine, cold, stand_in, ahead, error):
     runner_of(engine).reset()
     before = command_buffers(engine)
@@ -171,11 +173,12 @@ def test_a_chunk_for_which_there_is_no_memory_is_an_error(engine, cold, stand_in
 
 @pytest.mark.parametrize("order", [0, 2])
 @pytest.mark.parametrize("step", range(1, TOKENS))
-def test_a_step_that_fails_ends_the_reply_with_an_error(engine, cold, stand_in, step, order):
+@each_error
+def test_a_step_that_fails_ends_the_reply_with_an_error(engine, cold, stand_in, step, order, error):
     """The first, a middle one, the last; mostly another one is in flight behind it."""
     runner_of(engine).reset()
     stand_in.set(order=order, seed=step)
-    fail_next(stand_in, engine, CHUNKS + step, PAGE_FAULT if order else WATCHDOG)
+    fail_next(stand_in, engine, CHUNKS + step, error)
     stream = engine.stream(PROMPT, max_tokens=TOKENS, **HOW)
     assert [next(stream).token_ids[0] for _ in range(step)] == cold[0][:step]  # what came before it is right
     with pytest.raises(DeviceError):

@@ -8,7 +8,6 @@ folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,9 @@ import numpy as np
 import pytest
 from checkpoints import Tensor, bf16, widen
 from engine_device import Target, isa_paths, on_paths, sweep
-from engine_harness import DATA, Array, current_logits, current_state, forced_logits, open_engine
+from engine_harness import DATA, current_logits, current_state, forced_logits, open_engine
 from models import SMALL, model_config, tiny_draft, write_model
-from reference import Reference, round_bf16
+from reference import DeviceReference
 
 from lily.config import ModelConfig
 from lily.errors import CheckpointError
@@ -31,32 +30,22 @@ from lily.policy import policy_for
 ROWS, STEPS = 33, 7
 
 
-class _Bf16Cache(dict[str, Array]):
-    """A layer's cache that keeps K and V as the device does."""
-
-    def __setitem__(self, key: str, value: Array) -> None:
-        super().__setitem__(key, round_bf16(value) if key in ("k", "v") else value)
-
-
-def reference_logits(folder: Path, tokens: Sequence[int]) -> Array:
-    """Logits [rows, vocab] of the whole text, with K and V rounded as the device rounds them."""
-    reference = Reference(folder)
-    return reference.forward(tokens, [_Bf16Cache(layer) for layer in reference.new_cache()])
-
-
 # Relative to the logits' rms. Float32 paths differ from the reference in the order of sums, and where that lets an
 # element of K or V fall to the other side of a bfloat16 rounding: between references in float32 and float64 that makes
 # 3.5e-4.
 FLOAT32_MAX, FLOAT32_RMS = 1e-3, 2e-4
 # Rounded values keep 8 bits of mantissa, a dozen times in sequence: where the choice of experts stays the same, up to
-# 0.02 seen when what enters a product is rounded, and 0.062 when it is all that crosses a kernel boundary.
-ROUNDED_PRODUCTS_RMS, ROUNDED_ACTIVATIONS_RMS = 0.04, 0.09
+# 0.02 seen when what enters a product is rounded. When it is all that crosses a kernel boundary, half of the positions
+# are below 0.07; some random models amplify it at single positions, to 0.23 at most. So the median counts, and what is
+# right but for rounding is held tighter in float32 (test_emulated_models.py).
+ROUNDED_PRODUCTS_RMS, ROUNDED_ACTIVATIONS_MEDIAN, ROUNDED_ACTIVATIONS_MAX = 0.04, 0.09, 0.4
 
 
 def check_logits(folder: Path, device: Target) -> None:
     """Prefill of 33 rows, then decode, against the reference; and decode of all rows against both."""
     tokens = [int(t) for t in np.random.default_rng(3).integers(0, 950, ROWS + STEPS)]
-    want = reference_logits(folder, tokens)[ROWS - 1 :]
+    reference = DeviceReference(folder)
+    want = reference.forward(tokens, reference.new_cache())[ROWS - 1 :]
     scale = np.sqrt((want**2).mean())
     with open_engine(folder, ablate=["handoff"]) as engine:
         prefilled = forced_logits(engine, tokens, ROWS)
@@ -64,8 +53,12 @@ def check_logits(folder: Path, device: Target) -> None:
     for got in (prefilled, stepped):
         error = (got - want) / scale
         rms = np.sqrt((error**2).mean())
-        if device.rounds:
-            assert rms < (ROUNDED_PRODUCTS_RMS if device.name == "cpu" else ROUNDED_ACTIVATIONS_RMS)
+        if device.rounds and device.name == "cpu":
+            assert rms < ROUNDED_PRODUCTS_RMS
+        elif device.rounds:
+            positions = np.sqrt((error**2).mean(1))
+            assert np.median(positions) < ROUNDED_ACTIVATIONS_MEDIAN
+            assert positions.max() < ROUNDED_ACTIVATIONS_MAX
         else:
             assert np.abs(error).max() < FLOAT32_MAX
             assert rms < FLOAT32_RMS
@@ -118,10 +111,10 @@ def _routes(source: str, device: str) -> frozenset[tuple[Any, ...]]:
     """
     config, policy = ModelConfig.from_dict(json.loads(source), "config"), policy_for(device)
 
-    def builder(rows: int = 1) -> Builder:
-        return Builder(config, policy, rows=rows, capacity=4096)
+    def builder(rows: int = 1, capacity: int = 4096) -> Builder:
+        return Builder(config, policy, rows=rows, capacity=capacity)
 
-    plans: list[Plan] = [decode_plan(builder())]
+    plans: list[Plan] = [decode_plan(builder(capacity=capacity)) for capacity in (4096, policy.long_context)]
     plans += [sample_plan(builder(), greedy=g, logprobs=p) for g in (True, False) for p in (True, False)]
     for rows in policy.buckets:
         plans += [prefill_plan(builder(rows)), prefill_plan(builder(rows), score_top=5)]

@@ -8,16 +8,14 @@ Not handled: NEON on other machines (test_neon_kernels.py), speed (bench/).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from kernel_harness import isa_paths, open_device
-from kernel_runner import Call, Quantised, qrows, random_quantised, round_bf16, rows16, run
+from kernel_harness import Array, fill, isa_paths, open_device, run
+from quantised import Quantised, qrows, random_quantised, rows16
+from reference import round_bf16
 
 from lily.device import Device
 
-Array = Any
 EPS = 1e-6
 
 
@@ -63,27 +61,23 @@ def blocks(n: int, per_group: int = 16) -> int:
 
 def gemm(device: Device, w: Quantised, x: Array, *, tile_m: int = 1 << 20, tile_n: int = 16) -> Array:
     n, k = w.values.shape
-    call = Call(
-        "gemm",
-        {"step": step(len(x)), "x": x, "w": rows16(w), "y": np.zeros((len(x), n), np.float32)},
-        {"n": n, "k": k, "pitch": n, "column": 0, "tile_n": tile_n},
-        {**w.constants, "tile_m": tile_m},
-        (blocks(n, tile_n), blocks(len(x), tile_m)),
-    )
-    return run(device, call)[0]["y"]
+    arrays = {"step": step(len(x)), "x": x, "w": rows16(w), "y": fill((len(x), n))}
+    params = {"n": n, "k": k, "pitch": n, "column": 0, "tile_n": tile_n}
+    grid = (blocks(n, tile_n), blocks(len(x), tile_m))
+    return run(device, "gemm", arrays, params, {**w.constants, "tile_m": tile_m}, grid)["y"]
 
 
 def gemv(device: Device, w: Quantised, x: Array, per_group: int = 16) -> Array:
     n, k = w.values.shape
-    arrays = {"x": x, "w": rows16(w), "y": np.zeros(n, np.float32)}
+    arrays = {"x": x, "w": rows16(w), "y": fill(n)}
     params = {"n": n, "k": k, "rows_per_group": per_group}
-    return run(device, Call("gemv", arrays, params, w.constants, (blocks(n, per_group),)))[0]["y"]
+    return run(device, "gemv", arrays, params, w.constants, (blocks(n, per_group),))["y"]
 
 
 def rmsnorm(device: Device, x: Array, weight: Array) -> Array:
     """The device's own norm of the rows of x."""
-    arrays = {"step": step(len(x)), "x": x, "norm": weight, "y": np.zeros_like(x)}
-    return run(device, Call("rmsnorm", arrays, {"k": x.shape[1], "eps": EPS}, {}, (len(x),)))[0]["y"]
+    arrays = {"step": step(len(x)), "x": x, "norm": weight, "y": fill(x.shape)}
+    return run(device, "rmsnorm", arrays, {"k": x.shape[1], "eps": EPS}, {}, (len(x),))["y"]
 
 
 # ---- accuracy -------------------------------------------------------------------------------------------------------
@@ -116,11 +110,9 @@ def test_gemm_equals_the_dequantised_product(device: Device, rng: np.random.Gene
 def test_gemm_writes_only_its_columns_and_rows(device: Device, rng: np.random.Generator) -> None:
     w = random_quantised(rng, 21, 64, 4, 64)
     x = rng.normal(size=(5, 64)).astype(np.float32)
-    y = np.zeros((5, 40), np.float32)
+    arrays = {"step": step(3), "x": x, "w": rows16(w), "y": fill((5, 40))}
     params = {"n": 21, "k": 64, "pitch": 40, "column": 8, "tile_n": 16}
-    constants = {**w.constants, "tile_m": 512}
-    call = Call("gemm", {"step": step(3), "x": x, "w": rows16(w), "y": y}, params, constants, (2, 1))
-    got = run(device, call)[0]["y"]
+    got = run(device, "gemm", arrays, params, {**w.constants, "tile_m": 512}, (2, 1))["y"]
     assert np.array_equal(got[:3, 8:29], gemm(device, w, x[:3]))
     written = np.zeros((5, 40), bool)
     written[:3, 8:29] = True
@@ -134,8 +126,8 @@ def test_gemm_f32_computes_the_rows_of_its_window(device: Device, rng: np.random
     for first, limit, seen in ((0, 4, 4), (4, 4, 4), (8, 4, 1), (9, 4, 0)):
         sizes = {"n": 33, "k": 64, "pitch": 33, "column": 0, "tile_n": 16}
         params = {**sizes, "first": first, "limit": limit}
-        arrays = {"step": step(9), "x": x, "w": rows16(w), "y": np.zeros((limit, 33), np.float32)}
-        got = run(device, Call("gemm_f32", arrays, params, {**w.constants, "tile_m": 512}, (3, 1)))[0]["y"]
+        arrays = {"step": step(9), "x": x, "w": rows16(w), "y": fill((limit, 33))}
+        got = run(device, "gemm_f32", arrays, params, {**w.constants, "tile_m": 512}, (3, 1))["y"]
         assert np.array_equal(got[:seen], whole[first : first + seen])
         assert np.all(np.isnan(got[seen:]))
 
@@ -144,8 +136,8 @@ def test_gemm_f32_computes_the_rows_of_its_window(device: Device, rng: np.random
 def test_embed_dequantises_rows(device: Device, rng: np.random.Generator, bits: int, group: int) -> None:
     table = random_quantised(rng, 37, 128, bits, group)
     ids = np.array([36, 0, 5, 5, 37, -1], np.int32)
-    arrays = {"step": step(6), "ids": ids, "table": qrows(table), "x": np.zeros((6, 128), np.float32)}
-    got = run(device, Call("embed", arrays, {"hidden": 128, "vocab": 37}, table.constants, (6,)))[0]["x"]
+    arrays = {"step": step(6), "ids": ids, "table": qrows(table), "x": fill((6, 128))}
+    got = run(device, "embed", arrays, {"hidden": 128, "vocab": 37}, table.constants, (6,))["x"]
     assert np.allclose(got[:4], table.dense[ids[:4]], rtol=1e-6, atol=1e-7)
     assert np.all(np.isnan(got[4:]))  # ids outside of the table
 
@@ -168,15 +160,15 @@ def test_swiglu_kernels(device: Device, rng: np.random.Generator, bits: int, n: 
     x, weight = rng.normal(size=(rows, k)).astype(np.float32), rng.normal(size=k).astype(np.float32)
     h = rmsnorm(device, x, weight)
     params = {"n": n, "k": k, "tile_n": 16}
-    arrays = {"step": step(rows), "x": h, "w": rows16(g, u), "y": np.zeros((rows, n), np.float32)}
-    many = run(device, Call("gemm_swiglu", arrays, params, {**g.constants, "tile_m": 512}, (blocks(n), 1)))[0]["y"]
+    arrays = {"step": step(rows), "x": h, "w": rows16(g, u), "y": fill((rows, n))}
+    many = run(device, "gemm_swiglu", arrays, params, {**g.constants, "tile_m": 512}, (blocks(n), 1))["y"]
     exact = activations(device, h, bits)
     gate, up = exact @ g.dense.T, exact @ u.dense.T
     assert np.allclose(many, silu(gate) * up, rtol=1e-4, atol=1e-5)
     for m in (0, rows - 1):
-        arrays = {"x": x[m], "norm": weight, "w": rows16(g, u), "y": np.zeros(n, np.float32)}
+        arrays = {"x": x[m], "norm": weight, "w": rows16(g, u), "y": fill(n)}
         params = {"n": n, "k": k, "eps": EPS, "rows_per_group": 16}
-        one = run(device, Call("gemv_norm_swiglu", arrays, params, g.constants, (blocks(n),)))[0]["y"]
+        one = run(device, "gemv_norm_swiglu", arrays, params, g.constants, (blocks(n),))["y"]
         assert np.array_equal(one, many[m])
 
 
@@ -190,9 +182,9 @@ def test_fused_norm_equals_norm_then_product(device: Device, rng: np.random.Gene
     assert np.allclose(h, norm(x, weight), rtol=1e-5, atol=1e-6)
     many = gemm(device, w, h)
     for m in range(4):
-        arrays = {"x": x[m], "norm": weight, "w": rows16(w), "y": np.zeros(n, np.float32)}
+        arrays = {"x": x[m], "norm": weight, "w": rows16(w), "y": fill(n)}
         params = {"n": n, "k": k, "eps": EPS, "rows_per_group": 16}
-        assert np.array_equal(run(device, Call(kernel, arrays, params, w.constants, (4,)))[0]["y"], many[m])
+        assert np.array_equal(run(device, kernel, arrays, params, w.constants, (4,))["y"], many[m])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -203,11 +195,11 @@ def test_residual_kernels_add_the_product(device: Device, rng: np.random.Generat
     expected = gemm(device, w, y) + x
     arrays = {"step": step(rows), "y": y, "w": rows16(w), "x": x}
     params = {"n": n, "k": k, "tile_n": 16}
-    call = Call("gemm_residual", arrays, params, {**w.constants, "tile_m": 512}, (3, 1))
-    assert np.array_equal(run(device, call)[0]["x"], expected)
+    constants = {**w.constants, "tile_m": 512}
+    assert np.array_equal(run(device, "gemm_residual", arrays, params, constants, (3, 1))["x"], expected)
     arrays = {"y": y[2], "w": rows16(w), "x": x[2].copy()}
     params = {"n": n, "k": k, "rows_per_group": 16}
-    assert np.array_equal(run(device, Call("gemv_residual", arrays, params, w.constants, (3,)))[0]["x"], expected[2])
+    assert np.array_equal(run(device, "gemv_residual", arrays, params, w.constants, (3,))["x"], expected[2])
 
 
 def test_gated_residual_gates_each_head_with_its_own_half(device: Device, rng: np.random.Generator) -> None:
@@ -220,7 +212,7 @@ def test_gated_residual_gates_each_head_with_its_own_half(device: Device, rng: n
     gated = (o / (1 + np.exp(-gate))).astype(np.float32)
     arrays = {"o": o, "proj": proj, "w": rows16(w), "x": x}
     params = {"n": n, "k": k, "dim": dim, "rows_per_group": 16}
-    got = run(device, Call("gemv_gated_residual", arrays, params, w.constants, (2,)))[0]["x"]
+    got = run(device, "gemv_gated_residual", arrays, params, w.constants, (2,))["x"]
     # A gated value at a rounding edge may round the other way: one part in 256 of one term.
     assert np.allclose(got, w.dense @ activations(device, gated, 4) + x, rtol=1e-3, atol=2e-3)
 

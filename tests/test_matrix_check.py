@@ -8,15 +8,11 @@ Not handled: tensor operations that compute something else (test_pipelines.py); 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from metal.engine import emulated_metal
-from metal.standin import Standin, standin
-from metal.toolchain import Missing
+from metal.standin import Standin
 from msl_harness import needs_clang
 
 from lily import matrix_check
@@ -30,14 +26,9 @@ from lily.policy import POLICIES
 
 
 @pytest.fixture
-def m5(tmp_path: Path) -> Iterator[Standin]:
-    try:
-        standin()
-    except Missing as problem:
-        pytest.skip(str(problem))
-    with emulated_metal(tmp_path) as device:
-        device.set(family=10, macos=26.2)
-        yield device
+def m5(emulated: Standin) -> Standin:
+    emulated.set(family=10, macos=26.2)
+    return emulated
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import pytest
 from engine_harness import TINY
 from metal.engine import emulated_metal
 from metal.shim import BYTES, Work, dispatch
-from metal.standin import Standin, standin
-from metal.toolchain import Missing
+from metal.standin import Standin
 from msl_harness import needs_clang
 
 from lily.device import Device
@@ -26,14 +25,6 @@ pytestmark = needs_clang
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 1, "max_tokens": 4}
 TOKENS = np.random.default_rng(5).integers(0, 900, 12).tolist()
-
-
-@pytest.fixture(autouse=True)
-def _tools() -> None:
-    try:
-        standin()
-    except Missing as problem:
-        pytest.skip(str(problem))
 
 
 def written(folder: Path, settings: dict[str, float] | None = None, **options: object) -> list[int]:

@@ -6,16 +6,15 @@ Not handled: the routing kernels by themselves (test_route_kernels.py), dense pr
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from kernel_harness import isa_paths, open_device
-from kernel_runner import Call, Quantised, bf16, from_bf16, random_quantised, round_bf16, rows16, run
+from kernel_calls import Call, run_calls
+from kernel_harness import Array, fill, from_bf16, isa_paths, open_device, run, run_call, to_bf16
+from quantised import Quantised, random_quantised, rows16
+from reference import round_bf16
 
 from lily.device import Device
 
-Array = Any
 EPS = 1e-6
 
 
@@ -45,8 +44,8 @@ class Moe:
 
     def decode(self, device: Device, m: int, per_group: int = 16) -> dict[str, Array]:
         """Row m through moe_gate_up and moe_down; all their outputs."""
-        a, i32, f32 = self.active, np.int32, np.float32
-        act, ids, weights = np.zeros((a, self.n), f32), np.zeros(a, i32), np.zeros(a, f32)
+        a = self.active
+        act, ids, weights = fill((a, self.n)), fill(a, np.int32), fill(a)
         x, logits = self.x[m].copy(), self.logits[m].copy()
         arrays = {
             "x": x, "norm": self.norm, "logits": logits, "w": self.w_gate_up, "act": act,
@@ -66,19 +65,18 @@ class Moe:
         }  # fmt: skip
         constants = {**self.constants, "shared_bits": self.shared_down.bits, "shared_group": self.shared_down.group}
         second = Call("moe_down", arrays, params, constants, (-(-self.h // per_group),))
-        done = run(device, first, second)
+        done = run_calls(device, [first, second])
         return {**done[0], **done[1]}
 
     def prefill(self, device: Device, tile_m: int, tile_n: int = 16) -> dict[str, Array]:
         """All rows through the grouped kernels; outputs of the last call of each name."""
-        rows, a, i32, f32 = self.rows, self.active, np.int32, np.float32
+        rows, a, i32 = self.rows, self.active, np.int32
         tiles = -(-rows * a // tile_m) + self.experts
         step = np.array([0, rows, 0, 0], i32)
-        x, normed = self.x.copy(), np.zeros_like(self.x)
-        ids, weights = np.zeros((rows, a), i32), np.zeros((rows, a), f32)
-        offsets, order, blocks = np.zeros(self.experts + 1, i32), np.zeros(rows * a, i32), np.zeros((tiles, 2), i32)
-        act, y = np.zeros((rows * a, self.n), f32), np.zeros((rows * a, self.h), f32)
-        shared = np.zeros((rows, self.h), f32)
+        x, normed = self.x.copy(), fill(self.x.shape)
+        ids, weights = fill((rows, a), i32), fill((rows, a))
+        offsets, order, blocks = fill(self.experts + 1, i32), fill(rows * a, i32), fill((tiles, 2), i32)
+        act, y, shared = fill((rows * a, self.n)), fill((rows * a, self.h)), fill((rows, self.h))
         routed = {"step": step, "offsets": offsets, "order": order, "blocks": blocks}
         sizes = {"experts": self.experts, "active": a, "tile_n": tile_n}
         dense = {"pitch": self.h, "column": 0, "tile_n": 16}
@@ -100,7 +98,7 @@ class Moe:
                  {"step": step, "y": y, "weights": weights, "logits": self.logits, "shared": shared, "x": x},
                  {"hidden": self.h, "experts": self.experts, "active": a}, {}, (rows,)),
         ]  # fmt: skip
-        done = run(device, *calls)
+        done = run_calls(device, calls)
         return {"ids": done[2]["ids"], "weights": done[2]["weights"], "x": done[6]["x"]}
 
     def exact(self, device: Device, m: int) -> tuple[Array, Array, Array]:
@@ -160,9 +158,9 @@ def test_single_matrices_of_experts(device: Device) -> None:
     ids = np.array([5, 0, 5], np.int32)
     h = moe.x[0]
     for first, matrices in ((0, moe.gate), (32, moe.up)):
-        arrays = {"x": h, "ids": ids, "w": moe.w_gate_up, "y": np.zeros((3, moe.n), np.float32)}
+        arrays = {"x": h, "ids": ids, "w": moe.w_gate_up, "y": fill((3, moe.n))}
         params = {"n": moe.n, "k": moe.h, "first": first, "stride": 64, "broadcast": 1, "rows_per_group": 16}
-        got = run(device, Call("moe_gemv", arrays, params, moe.constants, (2, 3)))[0]["y"]
+        got = run(device, "moe_gemv", arrays, params, moe.constants, (2, 3))["y"]
         rounded = round_bf16(h) if device.info["isa"] in ("amx", "avx512bf16") else h
         assert np.allclose(got, [matrices[i].dense @ rounded for i in ids], rtol=1e-4, atol=1e-5)
 
@@ -173,9 +171,9 @@ def test_single_matrices_of_experts(device: Device) -> None:
 def expanded(device: Device, *matrices: Quantised) -> Array:
     """bf16 bits [E, n, k]."""
     n, k = matrices[0].values.shape
-    arrays = {"w": rows16(*matrices), "y": np.zeros((len(matrices), n, k), np.uint16)}
+    arrays = {"w": rows16(*matrices), "y": fill((len(matrices), n, k), np.uint16)}
     params = {"experts": len(matrices), "n": n, "k": k}
-    return run(device, Call("expand", arrays, params, matrices[0].constants, (len(matrices) * n,)))[0]["y"]
+    return run(device, "expand", arrays, params, matrices[0].constants, (len(matrices) * n,))["y"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,7 @@ def test_matrices_are_expanded_to_bf16(device: Device, bits: int, group: int, n:
     want = np.stack([m.dense for m in matrices])
     # scale·q + bias is rounded to float32, with fused multiply-add once, else twice, before it is rounded to bf16.
     assert np.allclose(from_bf16(got), want, rtol=2**-8 * 1.001, atol=1e-7)
-    assert np.mean(got == bf16(want.astype(np.float32)).reshape(got.shape)) > 0.99
+    assert np.mean(got == to_bf16(want)) > 0.99
 
 
 @pytest.mark.parametrize("tile_m", [1, 7, 32])
@@ -208,23 +206,23 @@ def test_products_of_expanded_matrices(device: Device, n: int, first: int, strid
         x = rng.normal(size=(rows if gather else rows * active, k)).astype(np.float32)
         arrays = {
             "step": np.array([0, rows, 0, 0], np.int32), "x": x, "offsets": offsets, "order": order,
-            "blocks": np.array(blocks, np.int32), "w": bf16(dense).reshape(dense.shape),
-            "y": np.zeros((rows * active, n), np.float32),
+            "blocks": np.array(blocks, np.int32), "w": to_bf16(dense),
+            "y": fill((rows * active, n)),
         }  # fmt: skip
         params = {
             "n": n, "k": k, "first": first, "stride": stride, "experts": experts, "active": active, "gather": gather,
             "tile_n": 16,
         }  # fmt: skip
         call = Call("moe_gemm_expanded", arrays, params, {"tile_m": tile_m}, (-(-n // 16), len(blocks)))
-        got = run(device, call)[0]["y"]
+        got = run_call(device, call)["y"]
         for place, a in enumerate(order):
             w, row = dense[ids[a], first : first + n].astype(float), x[a // active if gather else place].astype(float)
             assert np.allclose(got[place if gather else a], w @ row, rtol=1e-5, atol=1e-4)
         alone = Call(
-            "moe_gemm_expanded", {**arrays, "blocks": _single(offsets), "y": np.zeros_like(arrays["y"])}, params,
+            "moe_gemm_expanded", {**arrays, "blocks": _single(offsets), "y": fill(got.shape)}, params,
             {"tile_m": 1}, (-(-n // 16), len(order)),
         )  # fmt: skip
-        assert np.array_equal(run(device, alone)[0]["y"], got)
+        assert np.array_equal(run_call(device, alone)["y"], got)
 
 
 def _single(offsets: Array) -> Array:

@@ -49,9 +49,10 @@ def device() -> EmulatedDevice:
 
 
 def _borrow(module: ModuleType) -> None:
-    """Tests and fixtures of `module` under this module's `device`."""
+    """Tests of `module` that run kernels, under this module's `device`."""
     for name, value in vars(module).items():
-        if name.startswith("test_") and callable(value) and "device" in getattr(value, "__annotations__", {}):
+        given = set(getattr(value, "__annotations__", ()))
+        if name.startswith("test_") and callable(value) and given & {"device", "run_call"}:
             name = f"{name}__{module.__name__.removeprefix('test_')}"
             if not any(word in name for word in LEFT_OUT):
                 globals()[name] = value
@@ -61,3 +62,4 @@ for _module in MODULES:
     _borrow(_module)
 
 rng = test_matmul_kernels.rng
+run_call, slack = test_sample_kernels.run_call, test_sample_kernels.slack

@@ -13,24 +13,13 @@ from typing import Any
 
 import pytest
 from engine_harness import TINY
-from metal.engine import emulated_metal
-from metal.toolchain import Missing
+from metal.standin import Standin
 from msl_harness import needs_clang
 
 from lily import device as device_module
 from lily.device import Device, choose_device, environment_options
 from lily.engine import Engine
-from lily.errors import DeviceError, InvalidRequestError
-
-
-@pytest.fixture
-def metal(tmp_path: Path) -> Any:
-    """The metal device emulated."""
-    try:
-        with emulated_metal(tmp_path) as stand_in:
-            yield stand_in
-    except Missing as problem:
-        pytest.skip(str(problem))
+from lily.errors import DeviceError
 
 
 def use(engine: Engine, longest: int) -> None:
@@ -62,7 +51,7 @@ def test_no_request_asks_for_a_kernel_that_was_not_made_at_the_start(
 
 
 @needs_clang
-def test_metal_compiles_nothing_after_the_start(metal: Any) -> None:
+def test_metal_compiles_nothing_after_the_start(emulated: Standin) -> None:
     with Engine(TINY, device="metal", max_context=200) as engine:
         made = engine._device.info["pipelines"]
         use(engine, 33)
@@ -72,22 +61,22 @@ def test_metal_compiles_nothing_after_the_start(metal: Any) -> None:
 
 # ---- memory
 @needs_clang
-def test_a_gpu_with_too_little_memory_is_named_with_the_sum_and_the_remedy(metal: Any) -> None:
-    metal.set(working_set=4e6)
+def test_a_gpu_with_too_little_memory_is_named_with_the_sum_and_the_remedy(emulated: Standin) -> None:
+    emulated.set(working_set=4e6)
     with pytest.raises(
         DeviceError, match=r"does not fit: it needs .*\(weights .* 0\.00 GB are available; use a smaller"
     ):
         Engine(TINY, device="metal")
-    metal.set(working_set=8e9, max_buffer=1e5)
+    emulated.set(working_set=8e9, max_buffer=1e5)
     with pytest.raises(DeviceError, match=r"one layer's weights take .*iogpu\.wired_limit_mb"):
         Engine(TINY, device="metal")
 
 
 @needs_clang
-def test_context_follows_from_the_gpus_memory_not_from_the_machines(metal: Any) -> None:
+def test_context_follows_from_the_gpus_memory_not_from_the_machines(emulated: Standin) -> None:
     sizes = []
     for room in (200e6, 8e9):
-        metal.set(working_set=room)
+        emulated.set(working_set=room)
         with Engine(device="metal") as engine:
             sizes.append(engine.max_context)
             assert engine.memory.total <= room
@@ -99,8 +88,8 @@ M5 = {"family": 10, "macos": 26.2}
 
 
 @needs_clang
-def test_tensor_operations_are_checked_before_they_are_used(metal: Any) -> None:
-    metal.set(**M5)
+def test_tensor_operations_are_checked_before_they_are_used(emulated: Standin) -> None:
+    emulated.set(**M5)
     with Engine(TINY, device="metal", max_context=200) as engine:
         assert engine.info["device"]["matrix"] == "tensor"
         assert engine.info["device"]["tensor_check"] == "passed"
@@ -113,12 +102,12 @@ def test_tensor_operations_are_checked_before_they_are_used(metal: Any) -> None:
      ("attention_tensor.h", "first_key + uint(place[0])", "(first_key ^ 16) + uint(place[0])", "attn_prefill")],
 )  # fmt: skip
 def test_tensor_operations_that_compute_something_else_are_not_used(
-    metal: Any, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, kernel: str
+    emulated: Standin, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, kernel: str
 ) -> None:
     good = device_module.flatten()
     assert good.count(right) == 1
     monkeypatch.setattr(device_module, "flatten", lambda: good.replace(right, wrong))
-    metal.set(**M5)
+    emulated.set(**M5)
     with Engine(TINY, device="metal", max_context=200) as engine:
         info = engine.info["device"]
         assert info["matrix"] != "tensor"
@@ -152,16 +141,16 @@ def test_elsewhere_auto_is_cpu_and_metal_is_refused() -> None:
      ({"fail_compile": 1}, "does not compile"), ({"fail_pipeline": 3}, "pipeline")],
 )  # fmt: skip
 def test_auto_stops_with_cause_and_remedy_where_metal_cannot_be_used(
-    metal: Any, setting: dict[str, float], words: str
+    emulated: Standin, setting: dict[str, float], words: str
 ) -> None:
-    metal.set(**setting)
+    emulated.set(**setting)
     with pytest.raises(DeviceError, match=words) as error:
         Engine(TINY)
     assert "--device cpu" in str(error.value)
 
 
 @needs_clang
-def testenvironment_options(metal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_environment(emulated: Standin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LILY_METAL", "cache=off keep_s=0 slice_ms=77")
     with Device("metal") as device:
         assert device.info["slice_ms"] == 77
@@ -174,8 +163,3 @@ def testenvironment_options(metal: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("LILY_METAL", "pieces=3")
     with pytest.raises(DeviceError, match="pieces"):
         Device("metal")
-
-
-def test_unknown_device() -> None:
-    with pytest.raises(InvalidRequestError, match="unknown device 'gpu'; known: cpu, metal"):
-        Engine(TINY, device="gpu")

@@ -1,34 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling kernels: penalties, the random draw, log-probabilities and the hand-over to the next step.
+"""Sampling kernels of the CPU device: the tests of sampling_tests.py on every path, and what is not for shaders.
 
-Expected values: float64 and sorting in numpy; mlx-lm's definitions of the penalties; the published test vectors of
-Philox-4x32-10.  Not handled: the filters (test_sample_filter).
+Expected values: the published test vectors of Philox-4x32-10.  Not handled: the filters (test_sample_filter.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, isa_paths, open_device, request, run, run_call, same_bits, step
-from sampling_calls import (
-    NO_ID,
-    advance_call,
-    argmax_call,
-    draw_call,
-    gumbel,
-    log_total,
-    logits_call,
-    normal_logits,
-    philox,
-    score_call,
-    winner,
-)  # fmt: skip
+from kernel_calls import RunCall
+from kernel_harness import isa_paths, open_device, same_bits
+from kernel_harness import run_call as run_on
+from sampling_calls import normal_logits, philox, winner
+from sampling_tests import *  # noqa: F403
+from sampling_tests import check_noise, draw
 from scipy.stats import chisquare
 
 from lily.device import Device
-from lily.kernels import MAX_TOP_LOGPROBS, OUTPUT_RING, STATUS_NONFINITE, STATUS_OK, STATUS_STOP
 
 
 @pytest.fixture(params=isa_paths())
@@ -41,135 +31,18 @@ def best_path() -> Device:
     return open_device()
 
 
-# ---- argmax ---------------------------------------------------------------------------------------------------------
+def on(device: Device) -> RunCall:
+    return partial(run_on, device)
 
 
-def argmax(device: Device, *given: Any) -> tuple[Array, Array]:
-    out = run_call(device, argmax_call(*given))
-    return out["best"], out["flags"]
+@pytest.fixture
+def run_call(device: Device) -> RunCall:
+    return on(device)
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (1, 64), (100, 7), (1000, 64), (5000, 4096), (5000, 5000)])
-def test_argmax_finds_the_greatest_of_each_slice(device: Device, count: int, size: int) -> None:
-    logits = normal_logits(count)
-    best, flags = argmax(device, logits, count, size)
-    for i, (value, _) in enumerate(best):
-        part = logits[i * size : (i + 1) * size]
-        assert value == part.max()
-        assert best[i : i + 1, 1].view(np.int32)[0] == i * size + part.argmax()
-    assert not flags.any()
-
-
-def test_argmax_gives_ties_to_the_lowest_id(device: Device) -> None:
-    logits = np.zeros(999, np.float32)
-    assert winner(argmax(device, logits, 999, 128)[0]) == 0
-    logits[::3] = -0.0
-    assert winner(argmax(device, logits, 999, 128)[0]) == 0
-    logits[[700, 130, 515]] = 5
-    assert winner(argmax(device, logits, 999, 128)[0]) == 130
-    assert winner(argmax(device, np.full(999, -7, np.float32), 999, 999)[0]) == 0
-
-
-def test_padding_is_never_chosen_and_never_flagged(device: Device) -> None:
-    logits = normal_logits(1000)
-    logits[900:] = np.inf
-    logits[950] = np.nan
-    best, flags = argmax(device, logits, 900, 128)
-    assert winner(best) == logits[:900].argmax()
-    assert not flags.any()
-
-
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("at", [0, 15, 16, 127, 128, 899])
-def test_logits_that_are_not_finite_are_flagged(device: Device, bad: float, at: int) -> None:
-    logits = normal_logits(1000)
-    logits[at] = bad
-    np.testing.assert_array_equal(argmax(device, logits, 900, 128)[1], np.arange(8) == at // 128)
-
-
-# ---- penalties ------------------------------------------------------------------------------------------------------
-
-
-def sample_logits(device: Device, *given: Any, **more: Any) -> dict[str, Array]:
-    return run_call(device, logits_call(*given, **more))
-
-
-def test_plain_logits_pass_through_with_their_statistics(device: Device) -> None:
-    logits = normal_logits(5000, 4)
-    out = sample_logits(device, logits, request(4900), 1024, np.zeros(1))
-    assert same_bits(out["y"][:4900], logits[:4900])
-    want = float(np.log(np.exp(logits[:4900].astype(float)).sum()))
-    assert abs(log_total(out["stats"], 0) - want) < 1e-6
-    assert abs(log_total(out["stats"], 2) - want) < 1e-6
-    np.testing.assert_array_equal(
-        out["stats"][:, 0], [logits[i : min(i + 1024, 4900)].max() for i in range(0, 4900, 1024)]
-    )
-
-
-def test_slices_of_padding_alone_have_empty_statistics(device: Device) -> None:
-    logits = np.full(400, np.nan, np.float32)
-    logits[:100] = 1
-    out = sample_logits(device, logits, request(100), 100, np.zeros(1))
-    np.testing.assert_array_equal(out["stats"][1:, 0], -np.inf)
-    np.testing.assert_array_equal(out["stats"][1:, 1], 0)
-    assert not out["flags"].any()
-
-
-def test_bias_is_added_and_may_ban(device: Device) -> None:
-    logits = normal_logits(500)
-    out = sample_logits(device, logits, request(500), 128, np.zeros(1), bias={3: 2.5, 130: -np.inf, 499: -1})
-    want = logits.copy()
-    want[3] += np.float32(2.5)
-    want[130], want[499] = -np.inf, want[499] - 1
-    assert same_bits(out["y"], want)
-    # The ban is the caller's wish, not a fault of the model.
-    assert not out["flags"].any()
-
-
-def test_repetition_penalty_counts_each_id_of_the_window_once(device: Device) -> None:
-    logits = normal_logits(500)
-    logits[7] = 0
-    history = np.array([1, 2, 3, 7, 130, 130, 499, 130, 250, 400, 400])
-    req = request(500, repetition_penalty=1.3, repetition_window=6)
-    # Nine tokens stand before the new one: the window is history[3:9].
-    out = sample_logits(device, logits, req, 128, history, position=5, rows=4)
-    want = logits.copy()
-    for i in {7, 130, 499, 250}:
-        want[i] = want[i] / np.float32(1.3) if want[i] > 0 else want[i] * np.float32(1.3)
-    np.testing.assert_allclose(out["y"], want, rtol=1e-7)
-    untouched = [1, 2, 3, 400]
-    assert same_bits(out["y"][untouched], logits[untouched])
-
-
-@pytest.mark.parametrize("window", [0, 1, 3, 1000])
-def test_repetition_window_edges(device: Device, window: int) -> None:
-    logits = np.ones(64, np.float32)
-    req = request(64, repetition_penalty=2, repetition_window=window)
-    out = sample_logits(device, logits, req, 16, np.array([5, 6, 7, 8, 9]), position=3, rows=1)
-    hit = [5, 6, 7, 8][max(0, 4 - window) :]
-    np.testing.assert_array_equal(np.flatnonzero(out["y"] == 0.5), hit)
-
-
-def test_presence_and_frequency_penalties(device: Device) -> None:
-    logits = normal_logits(300)
-    counts = np.zeros(300, np.uint32)
-    counts[[0, 129, 299]] = [1, 7, 2]
-    out = sample_logits(
-        device, logits, request(300, presence_penalty=0.5, frequency_penalty=0.25), 128, np.zeros(1), counts
-    )
-    want = logits - 0.5 * (counts > 0) - 0.25 * counts
-    np.testing.assert_allclose(out["y"], want, rtol=1e-6, atol=1e-7)
-
-
-def test_penalties_come_in_the_order_bias_repetition_counts(device: Device) -> None:
-    logits, counts = np.full(16, -1, np.float32), np.zeros(16, np.uint32)
-    counts[4] = 2
-    req = request(16, repetition_penalty=2, repetition_window=9, presence_penalty=1, frequency_penalty=0.5)
-    out = sample_logits(device, logits, req, 16, np.array([4]), counts, {4: 3.0})
-    assert out["y"][4] == (-1 + 3) / 2 - 1 - 0.5 * 2
-
-
-# ---- draw -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def slack() -> float:
+    return 1
 
 
 def test_the_reference_generator_has_the_published_vectors() -> None:
@@ -185,79 +58,20 @@ def test_the_reference_generator_has_the_published_vectors() -> None:
         np.testing.assert_array_equal(philox(np.array([counter], np.uint32), key)[0], np.array(want, np.uint32))
 
 
-def draw(device: Device, *given: Any, **more: Any) -> Array:
-    return run_call(device, draw_call(*given, **more))["best"]
-
-
-@pytest.mark.parametrize("temperature", [0.1, 0.7, 1, 3])
-def test_draw_is_the_gumbel_maximum_of_its_counter(device: Device, temperature: float) -> None:
-    y = normal_logits(5001, 2)
-    for seed, position, rows in ((0, 0, 1), (1, 0, 1), (0xDEADBEEF12345678, 70_000, 3), (2**64 - 1, 262_140, 2)):
-        score = y.astype(float) / np.float32(temperature) + gumbel(5001, position + rows, seed)
-        # Slices that begin within a vector, too.
-        for size in (1024, 1001):
-            best = draw(device, y, temperature=temperature, position=position, rows=rows, seed=seed, size=size)
-            for i, (value, _) in enumerate(best):
-                assert abs(value - score[size * i : size * (i + 1)].max()) < 1e-5
-            assert winner(best) == score.argmax()
-
-
-def test_noise_is_accurate_at_both_ends_of_the_uniform(device: Device) -> None:
-    # The greatest and smallest of a million draws test the tails, where 1 - u and u are tiny.
-    y, far = np.zeros(1 << 20, np.float32), gumbel(1 << 20, 1, 99)
-    assert abs(draw(device, y, seed=99, size=1 << 20)[0, 0] - far.max()) < 2e-6
-    least = int(far.argmin())
-    y[:] = -1000
-    y[least] = 0
-    assert abs(draw(device, y, seed=99, size=1 << 20)[0, 0] - far.min()) < 2e-6
+def test_noise_is_accurate_at_both_ends_of_the_uniform(run_call: RunCall, slack: float) -> None:
+    check_noise(run_call, slack, 1 << 20)
 
 
 def test_draw_does_not_depend_on_slices_threads_or_width(best_path: Device) -> None:
     y = normal_logits(5001, 1)
-    want = winner(draw(best_path, y, seed=5))
+    want = winner(draw(on(best_path), y, seed=5))
     for size in (1, 7, 100, 333, 5001, 9000):
-        assert winner(draw(best_path, y, seed=5, size=size)) == want
+        assert winner(draw(on(best_path), y, seed=5, size=size)) == want
     for threads in (1, 3):
         other = open_device(best_path.info["isa"], threads)
-        assert same_bits(draw(other, y, seed=5), draw(best_path, y, seed=5))
+        assert same_bits(draw(on(other), y, seed=5), draw(on(best_path), y, seed=5))
     for isa in isa_paths():
-        assert winner(draw(open_device(isa), y, seed=5)) == want
-
-
-def test_draw_keeps_to_the_cut_and_to_the_vocabulary(device: Device) -> None:
-    y = np.zeros(100, np.float32)
-    y[60:] = 9
-    seen = {winner(draw(device, y, position=p, cut=(0, 7), vocab=60)) for p in range(200)}
-    assert seen == set(range(8))
-    y[30:33] = 1
-    seen = {winner(draw(device, y, position=p, cut=(0, -1), vocab=60)) for p in range(50)}
-    assert seen == {30, 31, 32}
-
-
-def test_a_group_keeps_to_its_slice(device: Device) -> None:
-    for size in (17, 31, 33):
-        y = np.zeros(3 * size, np.float32)
-        y[[size - 1, 2 * size]] = 99
-        for temperature in (0, 1):
-            ids = draw(device, y, temperature=temperature, size=size)[:, 1].copy().view(np.int32)
-            assert ids[0] == size - 1
-            assert size <= ids[1] < 2 * size
-            assert ids[2] == 2 * size
-
-
-def test_temperature_zero_takes_the_best(device: Device) -> None:
-    y = normal_logits(3000)
-    y[[100, 2900]] = 50
-    assert winner(draw(device, y, temperature=0)) == 100
-
-
-def test_a_banned_id_is_never_drawn_and_nothing_is_drawn_from_nothing(device: Device) -> None:
-    y = np.full(64, -np.inf, np.float32)
-    best = draw(device, y, size=64)
-    assert best[0, 0] == -np.inf
-    assert best[:, 1].copy().view(np.int32)[0] == NO_ID
-    y[40] = -1e30
-    assert winner(draw(device, y)) == 40
+        assert winner(draw(on(open_device(isa)), y, seed=5)) == want
 
 
 def test_draws_follow_the_distribution(best_path: Device) -> None:
@@ -265,122 +79,5 @@ def test_draws_follow_the_distribution(best_path: Device) -> None:
     n = 4000
     for temperature in (1.0, 0.5):
         p = np.exp(y.astype(float) / temperature)
-        drawn = [winner(draw(best_path, y, temperature=temperature, position=i, seed=2024)) for i in range(n)]
+        drawn = [winner(draw(on(best_path), y, temperature=temperature, position=i, seed=2024)) for i in range(n)]
         assert chisquare(np.bincount(drawn, minlength=8), n * p / p.sum()).pvalue > 0.001
-
-
-# ---- log-probabilities ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("count", "want"), [(5000, 20), (5000, 1), (5000, 0), (20, 20), (7, 7), (7, 20)])
-def test_top_logits_in_order_with_ties_to_the_lower_id(device: Device, count: int, want: int) -> None:
-    logits = np.round(normal_logits(count, 1), 1)
-    padded = np.concatenate([logits, np.full(100, 99, np.float32)])
-    args = {
-        "request": request(count, top_logprobs=want), "logits": padded, "top_ids": fill(20, np.int32),
-        "top_values": fill(20),
-    }  # fmt: skip
-    out = run(device, "top_logprobs", args, {"count": len(padded)})
-    order = np.argsort(-logits, kind="stable")[:want]
-    np.testing.assert_array_equal(out["top_ids"][: len(order)], order)
-    np.testing.assert_array_equal(out["top_values"][: len(order)], logits[order])
-
-
-def score(device: Device, *given: Any, **more: Any) -> dict[str, Array]:
-    return run_call(device, score_call(*given, **more))
-
-
-def test_scores_are_log_softmax_of_the_raw_logits(device: Device) -> None:
-    logits = normal_logits(6 * 3000, 4).reshape(6, 3000)
-    logits[:, 2900:] = 100
-    target = np.array([0, 5, -1, 2899, 7, 9])
-    x = logits[:, :2900].astype(float)
-    lp = x - np.log(np.exp(x).sum(-1, keepdims=True))
-    out = score(device, logits, target, 5, 2900, 6)
-    want = np.where(target >= 0, lp[np.arange(6), np.maximum(target, 0)], 0)
-    np.testing.assert_allclose(out["logprobs"], want, atol=2e-6)
-    order = np.argsort(-x, -1, kind="stable")[:, :5]
-    np.testing.assert_array_equal(out["top_ids"], order)
-    np.testing.assert_allclose(out["top_logprobs"], np.take_along_axis(lp, order, -1), atol=2e-6)
-    assert not out["flags"].any()
-
-
-def test_scores_of_a_window_of_rows(device: Device) -> None:
-    logits, target = normal_logits(4 * 100).reshape(4, 100), np.arange(12)
-    out = score(device, logits, target, 2, 100, 7, first=4)
-    whole = score(device, logits, target[4:8], 2, 100, 4)
-    for name in ("logprobs", "top_ids", "top_logprobs", "flags"):
-        assert same_bits(out[name][4:7], whole[name][:3])
-        assert same_bits(np.delete(out[name], slice(4, 7), 0), fill(out[name].shape, out[name].dtype)[3:])
-
-
-def test_scores_flag_rows_that_are_not_finite(device: Device) -> None:
-    logits = normal_logits(3 * 100).reshape(3, 100)
-    logits[1, 63] = np.nan
-    logits[2, 99] = np.inf
-    np.testing.assert_array_equal(score(device, logits, np.zeros(3), 1, 99, 3)["flags"], [0, 1, 0])
-
-
-# ---- hand-over ------------------------------------------------------------------------------------------------------
-
-
-def advance(device: Device, *given: Any, **more: Any) -> dict[str, Array]:
-    return run_call(device, advance_call(*given, **more))
-
-
-def test_advance_hands_over_the_best_token(device: Device) -> None:
-    out = advance(device, step(10, 5, count=70), [(1.0, 90), (3.0, 44), (3.0, 33), (-np.inf, NO_ID)])
-    entry = out["outputs"][70 % OUTPUT_RING]
-    assert (entry["token"], entry["position"], entry["status"], entry["count"]) == (33, 15, STATUS_OK, 71)
-    assert out["next_step"][0].tolist() == (15, 1, 71, 0)
-    assert out["next_ids"][0] == 33
-    np.testing.assert_array_equal(np.flatnonzero(out["history"] >= 0), [15])
-    assert out["history"][15] == 33
-    np.testing.assert_array_equal(out["counts"] - np.arange(100), np.arange(100) == 33)
-    assert not np.delete(out["outputs"], 70 % OUTPUT_RING).view(np.uint8).any()
-
-
-def test_advance_notes_a_stop_id_and_keeps_it(device: Device) -> None:
-    req = request(100, stop_count=2, stop_ids=[7, 33] + [12] * 30)
-    out = advance(device, step(3), [(1.0, 33)], request=req)
-    assert out["outputs"][0]["status"] == STATUS_STOP
-    assert out["next_step"][0]["stopped"] == 1
-    # Ids behind stop_count do not count; a step after a stop stays stopped.
-    out = advance(device, step(3, stopped=1), [(1.0, 12)], request=req)
-    assert out["outputs"][0]["status"] == STATUS_OK
-    assert out["next_step"][0]["stopped"] == 1
-
-
-@pytest.mark.parametrize(
-    ("best", "flags"), [([(1.0, 5), (2.0, 6)], [1, 0]), ([(-np.inf, NO_ID)], [0]), ([(np.nan, 4)], [1])]
-)
-def test_advance_reports_logits_without_a_token(
-    device: Device, best: list[tuple[float, int]], flags: list[int]
-) -> None:
-    out = advance(device, step(3, count=2), best, flags=flags)
-    entry = out["outputs"][2]
-    assert (entry["token"], entry["status"], entry["count"]) == (-1, STATUS_NONFINITE, 3)
-    assert out["next_step"][0].tolist() == (4, 1, 3, 1)
-    assert out["next_ids"][0] == 55
-    assert (out["history"] == -1).all()
-    np.testing.assert_array_equal(out["counts"], np.arange(100))
-
-
-def test_advance_gives_log_probabilities_of_the_raw_logits(device: Device) -> None:
-    logits = normal_logits(100, 3)
-    stats = np.zeros((3, 4), np.float32)
-    for i, part in enumerate(np.split(logits, [40, 100])):
-        top = part.max() if len(part) else -np.inf
-        stats[i, :2] = top, np.exp(part.astype(float) - top).sum()
-    order = np.argsort(-logits, kind="stable")[:20]
-    req = request(100, top_logprobs=MAX_TOP_LOGPROBS)
-    out = advance(
-        device, step(), [(1.0, 8)] * 3, request=req, logits=logits, stats=stats, top_ids=order.astype(np.int32),
-        top_values=logits[order],
-    )  # fmt: skip
-    lp = logits - np.log(np.exp(logits.astype(float)).sum())
-    entry = out["outputs"][0]
-    assert abs(entry["logprob"] - lp[8]) < 1e-6
-    assert entry["top_count"] == 20
-    np.testing.assert_array_equal(entry["top_ids"], order)
-    np.testing.assert_allclose(entry["top_logprobs"], lp[order], atol=1e-6)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_runner import Quantised, qrows, random_quantised
 from msl_harness import ORDERS, SLACK, Run, bf16, needs_shaders, run, step
+from quantised import Quantised, qrows, random_quantised
 
 from lily.policy import policy_for
 

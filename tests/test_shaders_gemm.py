@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_runner import Quantised, qrows, random_quantised, round_bf16
 from msl_harness import ORDERS, SLACK, Array, Run, bf16, matrix_operands, needs_emulator, needs_shaders, run, step
+from quantised import Quantised, qrows, random_quantised
+from reference import round_bf16
 
 from lily.msl.flatten import preamble, shader_files
 from lily.policy import POLICIES

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_runner import Quantised, qrows, random_quantised
 from msl_harness import ORDERS, Array, Call, Run, bf16, needs_emulator, needs_shaders, run, run_many, step
+from quantised import Quantised, qrows, random_quantised
 from test_shaders_gemm import BF16, METAL, TILES, close, rounded, silu, stacked, weights_of
 
 from lily.policy import POLICIES

@@ -16,6 +16,8 @@ import msl_build
 import msl_device
 import numpy as np
 import pytest
+import sampling_filter_tests
+import sampling_tests
 import test_shaders_attention_decode as attention_decode
 import test_shaders_attention_prefill as attention_prefill
 import test_shaders_decode as decode
@@ -24,10 +26,8 @@ import test_shaders_gemm as gemm
 import test_shaders_moe as moe
 import test_shaders_probe as probe
 import test_shaders_route as route
-import test_shaders_sample as sample
-import test_shaders_sample_filter as sample_filter
 from kernel_calls import Call
-from msl_harness import bf16, run, run_many, step
+from msl_harness import SLACK, bf16, run, run_call, run_many, step
 from msl_survey import survey
 
 from lily.kernels import KERNELS
@@ -78,12 +78,12 @@ def expert_products() -> None:
 
 
 def logit_steps() -> None:
-    sample.test_bias_is_added_and_may_ban()
-    sample.test_argmax_gives_ties_to_the_lowest_id()
-    sample.test_draw_is_the_gumbel_maximum_of_its_counter(0.7)
-    sample.test_top_logits_in_order_with_ties_to_the_lower_id(5000, 20)
-    sample.test_scores_are_log_softmax_of_the_raw_logits(5)
-    sample.test_advance_gives_log_probabilities_of_the_raw_logits()
+    sampling_tests.test_bias_is_added_and_may_ban(run_call)
+    sampling_tests.test_argmax_gives_ties_to_the_lowest_id(run_call)
+    sampling_tests.test_draw_is_the_gumbel_maximum_of_its_counter(run_call, 0.7, SLACK)
+    sampling_tests.test_top_logits_in_order_with_ties_to_the_lower_id(run_call, 5000, 20)
+    sampling_tests.test_scores_are_log_softmax_of_the_raw_logits(run_call, SLACK, 5)
+    sampling_tests.test_advance_gives_log_probabilities_of_the_raw_logits(run_call, SLACK)
 
 
 # What is run, and the kernels that this must reach.
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "routing": (lambda: route.test_top_experts_and_weights(256, 8, True, "forward"), "route_topk"),
     "grouping": (lambda: route.test_rows_are_grouped_by_expert(256, 8, 32, 9), "route_group"),
     "logits": (logit_steps, "sample_logits argmax sample_draw top_logprobs score_rows advance"),
-    "filters": (lambda: sample_filter.test_top_k_is_exact(20), "sample_filter"),
+    "filters": (lambda: sampling_filter_tests.test_top_k_is_exact(run_call, 20), "sample_filter"),
     "probes": (
         lambda: (probe.level(), probe.read(20_000, 4096, 64), probe.matrix(2)), "probe_level probe_read probe_matrix"
     ),

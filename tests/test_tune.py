@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_harness import TINY, environment
-from metal.engine import emulated_metal
-from metal.standin import standin
-from metal.toolchain import Missing
+from metal.standin import Standin
 from msl_harness import needs_clang
 
 from lily import tune
@@ -228,18 +226,8 @@ def test_the_command_tells_times_and_choice(
 
 
 # ---- on the shim
-@pytest.fixture
-def metal(tmp_path: Path) -> Iterator[Any]:
-    try:
-        standin()
-    except Missing as problem:
-        pytest.skip(str(problem))
-    with emulated_metal(tmp_path) as s:
-        yield s
-
-
 @needs_clang
-def test_an_engine_opens_with_what_was_chosen_for_its_model(metal: Any) -> None:
+def test_an_engine_opens_with_what_was_chosen_for_its_model(emulated: Standin) -> None:
     found = measure(REPLAY, lambda: Engine(TINY, device="metal", max_context=256), rounds=2, tokens=3)
     assert found.problem is None
     assert all(len(times) == 2 and min(times) > 0 for times in found.milliseconds.values())
@@ -250,8 +238,8 @@ def test_an_engine_opens_with_what_was_chosen_for_its_model(metal: Any) -> None:
 
 
 @needs_clang
-def test_replaying_that_the_gpu_refuses_leaves_the_default(metal: Any) -> None:
-    metal.set(fail_indirect=1)
+def test_replaying_that_the_gpu_refuses_leaves_the_default(emulated: Standin) -> None:
+    emulated.set(fail_indirect=1)
     found = measure(REPLAY, lambda: Engine(TINY, device="metal", max_context=256), rounds=2, tokens=2)
     assert found.winner == "encode"
     assert found.problem is not None

@@ -2,7 +2,7 @@
 """Fixtures and small plans for the tests of the Metal shim on the stand-in: a pytest plugin (conftest.py).
 
 The stand-in complains about every use that Metal does not allow and counts the objects that exist; both are checked
-after every test that uses ``metal``.  Not handled: kernels that compute something (metal/engine.py).
+after every test that uses ``metal`` or ``emulated``.  Not handled: engines with other settings (metal/engine.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from metal.coverage import summary
-from metal.standin import Standin, standin
-from metal.toolchain import Missing
+from metal.engine import emulated_metal
+from metal.standin import Standin, require_standin
 
 from lily.device import Buffer, CommandList, Device, _Arg, _U32x3, pack_params
 from lily.kernels import KERNELS
@@ -37,11 +37,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def metal() -> Iterator[Standin]:
-    """The stand-in; the test must leave no broken rule and no object."""
-    try:
-        s = standin()
-    except Missing as problem:
-        pytest.skip(str(problem))
+    """The stand-in, which runs no kernel; the test must leave no broken rule and no object."""
+    s = require_standin()
     s.reset()
     s.set(journal=1)
     before = s.live
@@ -50,6 +47,13 @@ def metal() -> Iterator[Standin]:
     s.reset()
     assert found == []
     assert left == before
+
+
+@pytest.fixture
+def emulated(tmp_path: Path) -> Iterator[Standin]:
+    """The stand-in as the metal device of engines, with kernels run by the emulator."""
+    with emulated_metal(tmp_path) as s:
+        yield s
 
 
 @pytest.fixture

@@ -120,6 +120,9 @@ id failed(NSError **error, NSInteger code, const char *text); // nil, with the e
 @end
 bool is_live(StandinBuffer *buffer);
 
+// Complaints about a buffer that an encoder or a command is given.
+void check_binding(StandinBuffer *buffer, NSUInteger offset, NSUInteger index);
+
 @interface StandinFunction : NSObject <MTLFunction> {
   @public
     NSString *name, *key;

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from metal.toolchain import gnustep_library
+import pytest
+from metal.toolchain import Missing, gnustep_library
 
 BUFFER = 1  # kind of an argument in tests/emulator/msl_bind.h
 
@@ -124,6 +125,14 @@ class Standin:
 def standin() -> Standin:
     """The one stand-in of this process; with LILY_SHIM_COVERAGE=1 it counts the shim's lines."""
     return Standin(gnustep_library(coverage=os.environ.get("LILY_SHIM_COVERAGE") == "1"))
+
+
+def require_standin() -> Standin:
+    """The stand-in; skips the test where it cannot be built."""
+    try:
+        return standin()
+    except Missing as problem:
+        pytest.skip(str(problem))
 
 
 def emulate(s: Standin, checked: bool = False) -> None:

@@ -31,6 +31,13 @@ bool is_live(StandinBuffer *buffer) {
     return found;
 }
 
+void check_binding(StandinBuffer *buffer, NSUInteger offset, NSUInteger index) {
+    if (!is_live(buffer))
+        complain("buffer %lu is nil or was freed", (unsigned long)index);
+    else if (offset > buffer->length)
+        complain("offset %lu of buffer %lu", (unsigned long)offset, (unsigned long)index);
+}
+
 @implementation StandinBuffer
 - (void *)contents {
     return pointer;

@@ -52,8 +52,7 @@ STANDS_FOR(MTLIndirectCommandBufferDescriptor, StandinIndirectDescriptor)
 - (void)setKernelBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)i {
     StandinBuffer *b = (StandinBuffer *)buffer;
     if (i >= owner->bindings) return complain("buffer %lu of %lu", (unsigned long)i, (unsigned long)owner->bindings);
-    if (!is_live(b)) complain("buffer %lu is nil or was freed", (unsigned long)i);
-    if (is_live(b) && offset > b->length) complain("offset %lu of buffer %lu", (unsigned long)offset, (unsigned long)i);
+    check_binding(b, offset, i);
     [self place]->buffer[i] = b;
     [self place]->offset[i] = offset;
 }

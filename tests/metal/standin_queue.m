@@ -87,10 +87,7 @@ static void check_overlap(StandinCommands *c, StandinIndirect *b, NSRange range)
         complain("buffer index %lu", (unsigned long)(range.location + range.length));
     for (NSUInteger i = 0; i < range.length && range.location + i < SLOTS; i++) {
         StandinBuffer *b = (StandinBuffer *)buffers[i];
-        if (!is_live(b))
-            complain("buffer %lu is nil or was freed", (unsigned long)i);
-        else if (offsets[i] > b->length)
-            complain("offset %lu of buffer %lu", (unsigned long)offsets[i], (unsigned long)i);
+        check_binding(b, offsets[i], range.location + i);
         current.buffer[range.location + i] = b;
         current.offset[range.location + i] = offsets[i];
     }

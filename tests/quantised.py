@@ -1,46 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs single kernels of a device on numpy arrays, and makes quantised matrices for them.
+"""Quantised matrices for the tests of kernels: random ones, their float64 weights, their bytes in both layouts.
 
-Not handled: whole plans (lily.plan), device time.
+Not handled: checkpoints (checkpoints.py); what a model loads (test_weights.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from kernel_calls import Call, run_calls
-
-from lily.device import Device
-
-Array = Any
-
-
-def run(device: Device, *calls: Call, poison: int | None = 0xFF) -> list[dict[str, Array]]:
-    """Runs the calls as one list; returns for each the arrays that its kernel may have written.
-
-    Equal array objects are one buffer.  Buffers of arguments that are written and never read are filled with ``poison``
-    first, so that what a kernel did not write shows (0xFF makes NaN).
-    """
-    return run_calls(device, calls, poison=poison)
-
-
-# ---- quantised matrices ---------------------------------------------------------------------------------------------
-
-
-def bf16(x: Array) -> Array:
-    """Bits of the nearest bfloat16."""
-    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def round_bf16(x: Array) -> Array:
-    return from_bf16(bf16(x)).reshape(np.shape(x))
+from kernel_calls import Array
+from kernel_harness import from_bf16, to_bf16
 
 
 @dataclass
@@ -77,7 +47,7 @@ def random_quantised(rng: np.random.Generator, n: int, k: int, bits: int, group:
     values = rng.integers(0, 1 << bits, (n, k))
     scales = rng.normal(size=(n, k // group)) / (np.sqrt(k) * (1 << bits) / 4)
     biases = -scales * (1 << bits) / 2 + rng.normal(size=scales.shape) / np.sqrt(k) / 4
-    return Quantised(values, bf16(scales), bf16(biases), bits, group)
+    return Quantised(values, to_bf16(scales), to_bf16(biases), bits, group)
 
 
 def rows16(*matrices: Quantised) -> Array:
