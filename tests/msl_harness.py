@@ -42,7 +42,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,10 @@ class Launch(ctypes.Structure):
         ("groups", ctypes.c_uint32 * 3), ("group_size", ctypes.c_uint32 * 3), ("order", ctypes.c_uint32),
         ("seed", ctypes.c_uint32), ("flags", ctypes.c_uint32), ("workers", ctypes.c_uint32), ("name", ctypes.c_char_p),
     )  # fmt: skip
+
+
+# Told of every run on the emulator without reports: (calls, results, options).  Set by nvidia/record.py.
+recorder: Callable[[Sequence[Call], Sequence[Run], Mapping[str, Any]], None] | None = None
 
 
 @dataclass
@@ -197,6 +201,7 @@ def run_many(
         _check(call, act)
     if backend() == "device":
         return _run_on_device(calls, act, metal, poison, own=source is not None or lax or not raises)
+    options = {"act": act, "metal": metal, "poison": poison, "source": source}
     memory = _Memory(checked)
     runtime().msl_clear_reports()
     runtime().msl_device_barrier()
@@ -220,6 +225,8 @@ def run_many(
         memory.free()
     if reports and raises:
         raise EmulatorError(", ".join(dict.fromkeys(c.kernel for c in calls)), reports)
+    if recorder is not None:
+        recorder(calls, results, options)
     return results
 
 
