@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model in plain numpy, float32 or float64: what every device is held to.
 
-Written from the specification of Qwen3.6-35B-A3B (model.md section 5), the simple way: dense matrices, one token at a
+Qwen3.6-35B-A3B as mlx-lm computes it, the simple way: dense matrices, one token at a
 time where the formula is recurrent, no fusion.  It reads a checkpoint with its own few lines, so that a mistake in
 ``lily.checkpoint`` cannot hide behind itself.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kernels against float64 formulas, and decode against prefill bit by bit.
 
-Formulas: model.md section 5 as the kernel table states them.  Not handled: the output gate of decode, which belongs to
+Formulas: the kernel table's.  Not handled: the output gate of decode, which belongs to
 the projection that follows (test_matmul_kernels).
 """
 

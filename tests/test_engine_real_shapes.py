@@ -87,7 +87,7 @@ def test_one_gdn_and_one_attention_layer_of_real_sizes(device, tmp_path):
 
 @pytest.fixture(scope="module")
 def production(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rule 8 of the design: production width, 4 layers, few experts, a small vocabulary."""
+    """Production width, 4 layers, few experts, a small vocabulary."""
     return write_model(tmp_path_factory.mktemp("production") / "m", model_config(num_experts=8, num_experts_per_tok=8))
 
 
@@ -193,7 +193,7 @@ ALL_EXPERTS = {**SMALL, "num_experts_per_tok": 8}
 
 @on_paths(*isa_paths())
 def test_shapes_that_all_differ(device, tmp_path):
-    """The second tiny model of the specification: 6 heads of 64, Dk 32, Dv 64, three value heads per key head."""
+    """6 heads of 64, Dk 32, Dv 64, three value heads per key head."""
     sizes = {
         "num_attention_heads": 6, "num_key_value_heads": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
         "num_experts": 5, "num_experts_per_tok": 5, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet kernels against float64 formulas, and decode against prefill bit by bit.
 
-Formulas: model.md section 5 as the kernel table states them.  Not handled: the projections around the layer.
+Formulas: the kernel table's.  Not handled: the projections around the layer.
 """
 
 from __future__ import annotations
