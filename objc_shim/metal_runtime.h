@@ -73,7 +73,7 @@ typedef struct {
     uint32_t first, bindings;             // in the list's flat arrays, the parameters' buffer last
     uint32_t params;                      // offset of the parameters
     MTLSize grid, threads;
-    double work; // threads in all
+    double work; // threads in all, by weight_of
     bool barrier;
 } recorded;
 
@@ -86,7 +86,7 @@ struct lily_list {
     lily_buffer *constants;
     id<MTLIndirectCommandBuffer> replay; // the whole list, encoded once; nil: encoded at every submission
     uint32_t count, capacity, bindings, binding_capacity, param_bytes, param_capacity;
-    double work, rate; // threads in all; seconds per thread, 0 until measured
+    double work, rate; // of all dispatches; seconds per unit of it, 0 until measured
     bool ended;
 };
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 import pytest
 
 from lily.chunks import Chunk, cut
+from lily.doctor.cases import REAL
+from lily.plan import Builder, prefill_plan
 from lily.policy import POLICIES, Policy
 
 START = 7  # the id that opens a message
@@ -50,3 +53,25 @@ def test_one_dispatch_of_attention_is_bounded(device):
     grid = [0, *policy.chunk_edges(262144), 262144]
     assert max((end - start) * end for start, end in pairwise(grid)) * 4 * 16 * 256 < 2.3e12
     assert {end - start for start, end in pairwise(grid)} <= set(policy.buckets)
+
+
+def test_the_chunk_that_tells_the_speed_has_as_much_to_do_for_a_thread_as_larger_ones():
+    """The metal device counts threads, those of a small GEMM tile in proportion to its rows (metal_record.h)."""
+    policy = POLICIES["metal"]
+
+    def flops_of_a_thread(rows: int) -> float:
+        flops = threads = 0.0
+        for d in prefill_plan(Builder(REAL, policy, rows=rows, capacity=8192)).dispatches:
+            constants = dict(zip(d.kernel.constants, d.constants, strict=True))
+            params = dict(zip((n for n, _ in d.kernel.params), d.params, strict=True))
+            threads += prod(d.grid) * prod(d.threads) * constants.get("tile_m", 64) / 64
+            if "gemm" in d.kernel.name:
+                times = REAL.experts_per_token if d.kernel.name.startswith("moe") else 1
+                parts = 2 if d.kernel.name in ("gemm_swiglu", "moe_gemm_gate_up") else 1
+                flops += 2 * rows * times * parts * params["n"] * params["k"]
+        return flops / threads
+
+    known = flops_of_a_thread(policy.calibration_rows)
+    larger = [flops_of_a_thread(rows) for rows in policy.buckets if rows > policy.calibration_rows]
+    assert len(larger) == 3
+    assert max(larger) < 2 * known

@@ -89,10 +89,10 @@ def test_logits_are_the_cpus_where_activations_are_float32() -> None:
     assert (got.argmax(1) == mlx.argmax(1)).all()
 
 
-OTHERS = [pytest.param(b, g, marks=pytest.mark.full) for b, g in ((4, 32), (4, 64), (4, 128), (8, 64), (8, 128))]
+OTHERS = [pytest.param(b, g, marks=pytest.mark.full) for b, g in ((4, 32), (4, 128), (8, 64), (8, 128))]
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 32), *OTHERS])
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 32), *OTHERS])
 def test_every_quantization_gives_the_cpus_logits_in_float32(tmp_path: Path, bits: int, group: int) -> None:
     """All experts are active, so that no rounding changes a choice."""
     sizes = {**SMALL, "num_experts_per_tok": SMALL["num_experts"]}

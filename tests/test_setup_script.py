@@ -124,7 +124,7 @@ def test_a_mac_whose_compiler_fails_is_told_of_tools_and_license(macos: Machine)
 def test_a_python_for_intel_on_an_apple_chip_is_refused(macos: Machine) -> None:
     macos.add("sysctl", "echo 1")
     macos.add("python3", f'case "$*" in *platform*) echo x86_64;; *) exec {sys.executable} "$@";; esac')
-    assert "python3 is made for Intel and would run under Rosetta" in macos.problem()
+    assert "python3 runs as Intel code, under Rosetta" in macos.problem()
 
 
 def machine_fix(machine: Machine) -> str:

@@ -47,8 +47,8 @@ else
 fi
 if [ "$(sysctl -n hw.optional.arm64 2>/dev/null)" = 1 ] &&
     [ "$("$python" -c 'import platform; print(platform.machine())')" != arm64 ]; then
-    fail "$python is made for Intel and would run under Rosetta; make PYTHON=... takes another" "" "" \
-        "brew install python3, with a Homebrew in /opt/homebrew"
+    fail "$python runs as Intel code, under Rosetta" "" "" \
+        "a terminal that is not under Rosetta, or make PYTHON=... with a Python for Apple silicon"
 fi
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 

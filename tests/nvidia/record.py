@@ -46,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     msl_harness.recorder = None
-    write(chosen(_recorded))
+    if _recorded:
+        write(chosen(_recorded))
 
 
 def record(calls: Sequence[Call], results: Sequence[msl_harness.Run], options: Mapping[str, Any]) -> None:
