@@ -49,7 +49,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_calls import Array, Call, check_names
+from kernel_calls import Array, Call, RunCall, check_names
 from kernel_harness import request, step
 from msl_build import Library, compiler, kernel_library, located, runtime, translation
 
@@ -149,6 +149,17 @@ def same_result(got: Array, want: Array) -> bool:
     last_place = 2.0**-7 if got.dtype == ml_dtypes.bfloat16 else 2.0**-17
     a, b = got.astype(np.float64), want.astype(np.float64)
     return bool(np.allclose(a, b, rtol=last_place, atol=last_place / 8, equal_nan=True))
+
+
+@pytest.fixture(name="run_call")
+def run_call_fixture() -> RunCall:
+    """For tests that CPU kernels and shaders share."""
+    return run_call
+
+
+@pytest.fixture(name="slack")
+def slack_fixture() -> float:
+    return SLACK
 
 
 def bf16(values: Any) -> Array:

@@ -107,9 +107,10 @@ def test_every_quantization_gives_the_cpus_logits_in_float32(tmp_path: Path, bit
     assert mean < WIDE_MEAN
 
 
-def test_tensor_operations_give_mlx_lms_logits_and_scores() -> None:
+@pytest.mark.parametrize("metal", [320, 400], ids=["simdgroup", "tensor"])
+def test_logits_and_scores_are_mlx_lms(metal: int) -> None:
     tokens = golden(TINY)["tokens"].tolist()
-    with shaders(TINY, metal=400) as engine:
+    with shaders(TINY, metal=metal) as engine:
         decode = forced_logits(engine, tokens, SPLIT)
         score = engine.score(tokens, top_k=20)
         scored = log_softmax(golden(TINY)["prefill_logits"][:-1, : engine.tokenizer.num_tokens])
@@ -186,7 +187,6 @@ PROMPTS = (
 GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 1}
 
 
-@pytest.mark.full  # test_metal_engine.py has one of them
 def test_replies_to_ten_prompts_are_the_cpus_up_to_the_first_close_choice() -> None:
     replies = []
     with cpu_engine(None) as engine:

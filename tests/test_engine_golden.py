@@ -93,7 +93,7 @@ def test_scores_of_every_prompt_position_are_mlx_lms(device, model):
 @every_path
 def test_embedded_model_predicts_held_out_text_as_mlx_lm_does(device):
     errors, agreed = [], 0
-    rows = device.pick(384, 40)
+    rows = device.pick(384, 96)
     with open_engine(None) as engine:
         for half in ("val_pg", "val_synth"):
             score = engine.score(EMBEDDED[f"{half}_tokens"][: rows + 1].tolist(), top_k=1)
@@ -105,12 +105,13 @@ def test_embedded_model_predicts_held_out_text_as_mlx_lm_does(device):
             assert lead[~same].max(initial=0) < CLEAR_LEAD
             agreed += int(same.sum())
     # Of single tokens' losses 0.13 at most and 0.008 on average seen, without rounding 0.073 and 0.0013.
-    most, mean = (0.2, 0.012) if device.rounds else (0.12, 0.002)
+    most, mean = (0.15, 0.012) if device.rounds else (0.12, 0.002)
     error = np.abs(np.concatenate(errors))
     assert error.shape == (2 * rows,)
     assert error.max() < most
     assert error.mean() < mean
-    assert agreed / len(error) >= 0.985
+    assert abs(np.exp(np.concatenate(errors).mean()) - 1) < 0.003
+    assert agreed / len(error) >= device.pick(0.985, 0.98)
 
 
 @every_path

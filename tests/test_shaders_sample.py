@@ -12,7 +12,16 @@ import msl_harness
 import numpy as np
 import pytest
 from kernel_calls import RunCall
-from msl_harness import ORDERS, SLACK, needs_emulator, needs_shaders, request, run_many, step
+from msl_harness import (
+    ORDERS,
+    needs_emulator,
+    needs_shaders,
+    request,
+    run_call_fixture,  # noqa: F401
+    run_many,
+    slack_fixture,  # noqa: F401
+    step,
+)
 from sampling_calls import (
     advance_call,
     argmax_call,
@@ -27,16 +36,6 @@ from sampling_tests import *  # noqa: F403
 from sampling_tests import argmax, check_noise, draw
 
 pytestmark = needs_shaders
-
-
-@pytest.fixture
-def run_call() -> RunCall:
-    return msl_harness.run_call
-
-
-@pytest.fixture
-def slack() -> float:
-    return SLACK
 
 
 def test_noise_is_accurate_at_both_ends_of_the_uniform(run_call: RunCall, slack: float) -> None:

@@ -9,22 +9,12 @@ import msl_harness
 import numpy as np
 import pytest
 from kernel_calls import RunCall
-from msl_harness import ORDERS, SLACK, needs_emulator, needs_shaders
+from msl_harness import ORDERS, needs_emulator, needs_shaders, run_call_fixture, slack_fixture  # noqa: F401
 from sampling_calls import kept_by, normal_logits
 from sampling_filter_tests import *  # noqa: F403
 from sampling_filter_tests import clear_logits, sample_filter
 
 pytestmark = needs_shaders
-
-
-@pytest.fixture
-def run_call() -> RunCall:
-    return msl_harness.run_call
-
-
-@pytest.fixture
-def slack() -> float:
-    return SLACK
 
 
 @pytest.mark.parametrize("scale", [0.01, 1, 4, 20])
