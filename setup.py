@@ -54,6 +54,9 @@ METAL_LINK_FLAGS = (
     "-Wl,-needed_framework,CoreGraphics",
 )  # fmt: skip
 
+# What every device library is made of besides its own folder.
+DEVICE_COMMON = ROOT / "objc_shim" / "device_common.c"
+
 # Headers that the build writes itself; `make clean` removes them with everything else in build/.
 GENERATED = ROOT / "build" / "include"
 
@@ -64,10 +67,15 @@ SHARED_SOURCES = {"objc_shim": ("lily_device.h",), "shaders": ("*.metal", "*.h")
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
+def library_sources(folder: Path) -> list[Path]:
+    """C and Objective-C sources of the device library whose own files are under `folder`."""
+    return sorted({*folder.rglob("*.[cm]"), DEVICE_COMMON})
+
+
 def machine_sources(folder: Path, machine: str) -> list[tuple[Path, list[str]]]:
     """C and Objective-C sources under `folder` that belong into a library for `machine`, each with its own flags."""
     chosen = []
-    for source in sorted(folder.rglob("*.[cm]")):
+    for source in library_sources(folder):
         if not source.name.startswith("isa_"):
             chosen.append((source, []))
             continue
@@ -159,10 +167,10 @@ class Toolchain:
 
 
 class DeviceLibrary(Extension):
-    """A shared library that implements objc_shim/lily_device.h, made of the C or Objective-C files under one folder."""
+    """A shared library that implements objc_shim/lily_device.h: the files under one folder, and DEVICE_COMMON."""
 
     def __init__(self, name: str, folder: str, flags: tuple[str, ...] = (), link_flags: tuple[str, ...] = ()) -> None:
-        super().__init__(name, [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).rglob("*.[cm]"))])
+        super().__init__(name, [path.relative_to(ROOT).as_posix() for path in library_sources(ROOT / folder)])
         self.folder, self.flags, self.link_flags = ROOT / folder, flags, link_flags
 
     def build(self, toolchain: Toolchain, work: Path) -> Path:

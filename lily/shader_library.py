@@ -2,7 +2,7 @@
 """Shader libraries that `make metallib` compiled ahead of time: which there are, how, and whether they are current.
 
 The Metal device needs none of them: without, it compiles the same source when it opens.  One source makes several
-libraries, as GPUs differ in language and in the operands of their matrix units; objc_shim/metal_library.h takes the
+libraries, as GPUs differ in language and in the operands of their matrix units; objc_shim/metal_library.m takes the
 one for its GPU by name.  Not handled: compiling (tools/metallib.py); libraries with float32 activations.
 """
 
@@ -17,7 +17,7 @@ from lily.msl.flatten import flatten
 FOLDER = Path(__file__).parent / "metal"
 STAMP = "metallib.stamp"
 
-# What MTLCompileOptions says in objc_shim/metal_library.h, in the words of the command-line compiler.
+# What MTLCompileOptions says in objc_shim/metal_library.m, in the words of the command-line compiler.
 MATH = ("-fmetal-math-mode=relaxed", "-fmetal-math-fp32-functions=precise")
 
 

@@ -40,7 +40,7 @@ def build_server(folder: Path) -> Path:
     (folder / "kernel_params.h").write_text(c_header())
     cpu = ROOT / "lily" / "cpu"
     sources = [*(cpu / "runtime").glob("*.c"), cpu / "paths" / "isa_neon.c", cpu / "paths" / "isa_portable.c"]
-    sources.append(ROOT / "tests" / "kernel_server.c")
+    sources += [ROOT / "objc_shim" / "device_common.c", ROOT / "tests" / "kernel_server.c"]
     includes = [f"-I{ROOT / 'objc_shim'}", f"-I{folder}"]
 
     def compile_one(source: Path) -> Path:

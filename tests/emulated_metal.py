@@ -33,7 +33,7 @@ MAX_ARGS = 20
 
 class _Provided(ctypes.Structure):
     _fields_ = (
-        ("entry", ctypes.c_void_p), ("max_threads", ctypes.c_uint32), ("argument_count", ctypes.c_uint32),
+        ("entry", ctypes.c_void_p), ("max_threads", ctypes.c_uint32),
         ("names", ctypes.c_char_p * MAX_ARGS), ("writes", ctypes.c_uint8 * MAX_ARGS),
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ class EmulatedMetal(Device):
             self.failure = str(error)
             return 1
         made = out.contents
-        made.entry, made.argument_count = library.entry, len(table.args)
+        made.entry = library.entry
         made.max_threads = min(library.max_threads or 1024, table.max_threads)
         for i, a in enumerate(table.args):
             self._names.append(a.name.encode())

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lily.kernels import c_header
 from lily.msl import flatten as flatten_module
 from lily.msl.flatten import flatten
 from lily.msl.host import host_source
@@ -31,7 +32,7 @@ HERE = Path(__file__).parent
 CACHE = HERE.parent / "build" / "msl"
 EMULATOR = HERE / "emulator"
 INCLUDE = Path(flatten_module.__file__).parent / "include"
-DEVICE_HEADER = HERE.parent / "objc_shim"
+DEVICE = HERE.parent / "objc_shim"
 
 _COMMON = ["-std=c++20", "-fPIC", "-pthread", "-fno-omit-frame-pointer"]
 _KERNEL = [
@@ -110,11 +111,23 @@ def _headers_hash() -> str:
     return digest.hexdigest()
 
 
+def _kernel_table() -> Path:
+    """A folder with kernel_params.h."""
+    folder = CACHE / "table"
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{os.getpid()}.part"
+    part.write_text(c_header())
+    part.replace(folder / "kernel_params.h")
+    return folder
+
+
 @cache
 def runtime_path() -> Path:
     """The emulator's shared library, compiled if need be."""
-    sources = sorted(EMULATOR.glob("*.cpp"))
-    text = "".join(f'#include "{p}"\n' for p in sources)
+    sources = [DEVICE / "device_common.c", *sorted(EMULATOR.glob("*.cpp"))]
+    inputs = [*sorted(DEVICE.glob("*device*.[ch]")), _kernel_table() / "kernel_params.h"]
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in inputs)).hexdigest()
+    text = "".join([f"// {digest}\n", *(f'#include "{p}"\n' for p in sources)])
     clang = compiler()
     assert clang is not None, "no clang++ of version 17 or later; install clang-19"
     command = [
@@ -129,7 +142,9 @@ def runtime_path() -> Path:
         "-I",
         str(EMULATOR),
         "-I",
-        str(DEVICE_HEADER),
+        str(DEVICE),
+        "-I",
+        str(_kernel_table()),
     ]
     return _compile(text, ".so", command, "runtime")
 

@@ -56,7 +56,7 @@ def test_one_dispatch_of_attention_is_bounded(device):
 
 
 def test_the_chunk_that_tells_the_speed_has_as_much_to_do_for_a_thread_as_larger_ones():
-    """The metal device counts threads, those of a small GEMM tile in proportion to its rows (metal_record.h)."""
+    """The metal device counts threads, those of a small GEMM tile in proportion to its rows (metal_record.m)."""
     policy = POLICIES["metal"]
 
     def flops_of_a_thread(rows: int) -> float:

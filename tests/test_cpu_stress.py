@@ -32,7 +32,7 @@ def compile_stress(repository: Path, folder: Path, sanitizer: str) -> Path:
         pytest.skip(f"{compiler[0]} cannot build and run with -fsanitize={sanitizer} here")
     runtime = sorted((repository / "lily" / "cpu" / "runtime").glob("*.c"))
     assert runtime
-    sources = [repository / "tests" / "cpu_stress.c", *runtime]
+    sources = [repository / "tests" / "cpu_stress.c", repository / "objc_shim" / "device_common.c", *runtime]
     target = folder / "cpu_stress"
     command = [*compiler, *flags, "-I", str(repository / "objc_shim"), "-I", str(folder), *map(str, sources)]
     subprocess.run([*command, "-o", str(target), "-lm"], check=True)

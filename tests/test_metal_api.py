@@ -16,7 +16,7 @@ import pytest
 from metal import macho, toolchain
 from metal.toolchain import Missing
 
-SHIM = toolchain.ROOT / "objc_shim"
+SHIM = toolchain.SHIM
 FLOOR = (15, 0)
 
 
@@ -37,16 +37,17 @@ def metal_h(library: macho.MachO) -> str:
 # ---- types and names ----
 # What is wrong: (file, text in it, wrong text, what the compiler says).
 MISTAKES = {
-    "a misspelt message": ("metal_encode.h", "[e->encoder endEncoding]", "[e->encoder endEncodings]", "not found"),
+    "a misspelt message": ("metal_encode.m", "[e->encoder endEncoding]", "[e->encoder endEncodings]", "not found"),
     "a message of another class": (
-        "metal_residency.h", "[d->set endResidency]", "[d->queue endResidency]", "not found"),
+        "metal_residency.m", "[d->queue addResidencySet:d->residency]", "[d->gpu addResidencySet:d->residency]",
+        "not found"),
     "arguments in the wrong order": (
-        "metal_encode.h", "setBuffers:list->buffers + r->first", "setBuffers:list->offsets + r->first", "incompatible"),
+        "metal_encode.m", "setBuffers:list->buffers + r->first", "setBuffers:list->offsets + r->first", "incompatible"),
     "a missing argument": (
-        "metal_pipelines.h", "type:MTLDataTypeInt atIndex:", "atIndex:", "'-setConstantValue:atIndex:' not found"),
-    "a number for an object": ("metal_library.h", "newLibraryWithURL:url", "newLibraryWithURL:path", "incompatible"),
+        "metal_pipelines.m", "type:MTLDataTypeInt atIndex:", "atIndex:", "'-setConstantValue:atIndex:' not found"),
+    "a number for an object": ("metal_library.m", "newLibraryWithURL:url", "newLibraryWithURL:path", "incompatible"),
     "an enum of another kind": (
-        "metal_library.h", "setMathMode:MTLMathModeRelaxed", "setMathMode:MTLMathFloatingPointFunctionsPrecise",
+        "metal_library.m", "setMathMode:MTLMathModeRelaxed", "setMathMode:MTLMathFloatingPointFunctionsPrecise",
         "different enumeration type"),
 }  # fmt: skip
 
@@ -59,7 +60,7 @@ def test_the_compiler_finds(mistake: str, library: macho.MachO, tmp_path: Path) 
     assert text.count(right) == 1, f"{file} no longer holds {right!r} once: choose another place for the mistake"
     (tmp_path / "shim" / file).write_text(text.replace(right, wrong))
     with pytest.raises(AssertionError, match=re.escape(message)):
-        toolchain.compile_for_macos(tmp_path / "shim" / "lily_metal.m", tmp_path / "out.o")
+        toolchain.compile_for_macos(tmp_path / "shim" / file, tmp_path / "out.o")
 
 
 # ---- values ----

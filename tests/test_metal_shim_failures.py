@@ -20,8 +20,8 @@ from lily.errors import DeviceError
 # ---- failure ----
 FAILURES = {
     "interactivity": (1, "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)",
-        "kept the screen waiting.*smaller pieces"),
-    "timeout": (2, "Caused GPU Timeout Error", "took too long.*smaller pieces"),
+        "kept the screen waiting.*smaller parts"),
+    "timeout": (2, "Caused GPU Timeout Error", "took too long.*smaller parts"),
     "memory": (8, "Insufficient Memory", "ran out of memory.*smaller max_context"),
     "page fault": (3, "Caused GPU Address Fault Error", "has not been given.*lily doctor"),
     "stack": (12, "", "ran out of stack"),

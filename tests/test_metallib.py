@@ -67,7 +67,7 @@ def test_every_library_is_made_of_the_flattened_source_with_the_flags_of_run_tim
 
 
 def test_the_flags_are_those_of_the_shim(repository: Path) -> None:
-    shim = (repository / "objc_shim" / "metal_library.h").read_text()
+    shim = (repository / "objc_shim" / "metal_library.m").read_text()
     assert "MTLMathModeRelaxed" in shim
     assert "MTLMathFloatingPointFunctionsPrecise" in shim
     assert re.search(r'"#define LILY_MATRIX_F32 1\\n"', shim)

@@ -5,7 +5,7 @@
 // reverse|random, seed=N, checked=0|1, workers=N, late=0|1 (submissions run when somebody waits for them, not at once).
 // In reverse and random order the dispatches between two barriers change places too.
 // Not handled: views of one buffer are told apart only where they do not touch.
-#include "lily_device.h"
+#include "device_common.h"
 #include "memory.h"
 
 #include <algorithm>
@@ -13,7 +13,6 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <string>
@@ -31,20 +30,20 @@ void msl_device_barrier();
 // What the host knows about a kernel once it has compiled it.
 struct MslProvided {
     MslEntry entry;
-    uint32_t max_threads, argument_count;
+    uint32_t max_threads;
     const char *names[LILY_MAX_ARGS];
     uint8_t writes[LILY_MAX_ARGS];
 };
 typedef int (*MslProvider)(const char *name, const int32_t *constants, uint32_t count, MslProvided *out);
 
 struct lily_buffer {
+    buffer_head head;
     uint8_t *base;
-    uint64_t bytes;
 };
 }
 
 struct lily_kernel {
-    std::string name;
+    kernel_head head;
     MslProvided made;
 };
 
@@ -55,7 +54,7 @@ struct Dispatch {
     MslLaunch launch;
     uint64_t view_bytes[LILY_MAX_ARGS];
     uint8_t params[LILY_MAX_PARAM_BYTES];
-    uint32_t arg_count, param_bytes;
+    uint32_t arg_count;
     bool barrier;
 };
 struct Submission {
@@ -65,30 +64,18 @@ struct Submission {
 
 MslProvider provider;
 std::deque<uint64_t> announced; // bytes of the views of dispatches to come
-char error_text[4096];          // of the last failed call of any device
-
-int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
-int fail(int code, const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error_text, sizeof error_text, format, arguments);
-    va_end(arguments);
-    return code;
-}
 
 } // namespace
 
 struct lily_list {
+    list_head head;
     std::vector<Dispatch> dispatches;
-    bool ended = false;
 };
 
 struct lily_device {
-    std::mutex guard;
+    device_head head;
+    std::mutex guard; // of all below, held while submissions run
     uint32_t order = MSL_FORWARD, seed = 1, checked = 0, workers = 1, late = 0;
-    uint64_t submitted = 0, completed = 0;
-    double seconds[64];
-    std::map<uint64_t, std::string> failures;
     std::deque<Submission> pending;
     std::map<std::string, lily_kernel *> kernels;
     std::vector<emulator::Counts> counts; // of the last submission, in the order of its dispatches
@@ -106,7 +93,7 @@ int set_option(lily_device *d, const std::string &key, const std::string &value)
     } numbers[] = {{"seed", &d->seed}, {"checked", &d->checked}, {"workers", &d->workers}, {"late", &d->late}};
     for (auto &n : numbers)
         if (key == n.key && sscanf(value.c_str(), "%u", n.target) == 1) return LILY_OK;
-    return fail(LILY_EINVAL, "the emulated device knows no option %s=%s", key.c_str(), value.c_str());
+    return device_fail(LILY_EINVAL, "the emulated device knows no option %s=%s", key.c_str(), value.c_str());
 }
 
 // ---- running --------------------------------------------------------------------------------------------------------
@@ -154,9 +141,18 @@ void run_next(lily_device *d) {
     msl_clear_reports();
     auto start = std::chrono::steady_clock::now();
     for (lily_list *list : s.lists) run_list(d, list);
-    d->seconds[s.ticket % 64] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (*msl_reports()) d->failures[s.ticket] = msl_reports();
-    d->completed = s.ticket;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    const char *found = msl_reports();
+    pthread_mutex_lock(&d->head.mutex);
+    device_finish(&d->head, s.ticket, took.count(), *found ? LILY_EFAILED : LILY_OK, found);
+    pthread_mutex_unlock(&d->head.mutex);
+}
+
+// Who asks for the last finished ticket runs one submission, who waits for a ticket all up to it.
+void progress(lily_device *d, uint64_t ticket) {
+    std::lock_guard<std::mutex> lock(d->guard);
+    if (!ticket && !d->pending.empty()) run_next(d);
+    while (!d->pending.empty() && d->pending.front().ticket <= ticket) run_next(d);
 }
 
 } // namespace
@@ -177,45 +173,43 @@ MSL_EXPORT int msl_dispatch_counts(lily_device *d, uint32_t i, uint64_t *out) {
     return 1;
 }
 
-LILY_API uint32_t lily_abi_version(void) { return LILY_ABI_VERSION; }
-
 LILY_API int lily_open(const char *options, lily_device **out, char *error, size_t error_bytes) {
     lily_device *d = new lily_device();
+    device_init(&d->head);
+    d->head.progress = progress;
     std::string text = options ? options : "";
     for (size_t at = 0; at < text.size();) {
         size_t end = std::min(text.find('\n', at), text.size()), equals = text.find('=', at);
         int code = equals < end ? set_option(d, text.substr(at, equals - at), text.substr(equals + 1, end - equals - 1))
-                                : fail(LILY_EINVAL, "an option without a value");
+                                : device_fail(LILY_EINVAL, "an option without a value");
         if (code) {
-            snprintf(error, error_bytes, "%s", error_text);
-            delete d;
-            return code;
+            lily_close(d);
+            return device_opened(code, error, error_bytes);
         }
         at = end + 1;
     }
     *out = d;
-    return LILY_OK;
+    return device_opened(LILY_OK, error, error_bytes);
 }
 
 LILY_API void lily_close(lily_device *d) {
     while (!d->pending.empty()) run_next(d);
     for (auto &k : d->kernels) delete k.second;
+    device_destroy(&d->head);
     delete d;
 }
 
-LILY_API const char *lily_error(lily_device *) { return error_text; }
-
 LILY_API int lily_info(lily_device *d, char *out, size_t bytes) {
     const char *orders[] = {"forward", "reverse", "random"};
-    snprintf(out, bytes, "name=emulated Metal\nisa=translated\nthreads=%u\norder=%s\nchecked=%u\n", d->workers,
-        orders[d->order], d->checked);
-    return LILY_OK;
+    const int length = snprintf(out, bytes, "name=emulated Metal\nisa=translated\nthreads=%u\norder=%s\nchecked=%u\n",
+        d->workers, orders[d->order], d->checked);
+    return device_told(length, bytes);
 }
 
 LILY_API int lily_buffer_new(lily_device *, uint64_t bytes, lily_buffer **out) {
     void *base = msl_region_new(bytes, 0);
-    if (!base) return fail(LILY_ENOMEM, "no room for a buffer of %llu bytes", (unsigned long long)bytes);
-    *out = new lily_buffer{(uint8_t *)base, bytes};
+    if (!base) return device_fail(LILY_ENOMEM, "no room for a buffer of %llu bytes", (unsigned long long)bytes);
+    *out = new lily_buffer{{bytes}, (uint8_t *)base};
     return LILY_OK;
 }
 LILY_API void lily_buffer_free(lily_buffer *b) {
@@ -226,14 +220,17 @@ LILY_API void *lily_buffer_contents(lily_buffer *b) { return b->base; }
 
 LILY_API int lily_kernel_get(
     lily_device *d, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out) {
+    const kernel_row *row;
+    const int code = device_check_kernel(d, name, constants, count, out, &row);
+    if (code) return code;
     std::string key = name;
     for (uint32_t i = 0; i < count; i++) key += "," + std::to_string(constants[i]);
     auto found = d->kernels.find(key);
     if (found == d->kernels.end()) {
-        lily_kernel *k = new lily_kernel{name, {}};
+        lily_kernel *k = new lily_kernel{{d, row}, {}};
         if (!provider || provider(name, constants, count, &k->made)) {
             delete k;
-            return fail(LILY_ENOTFOUND, "kernel %s cannot be made", key.c_str());
+            return device_fail(LILY_ENOTFOUND, "kernel %s cannot be made", key.c_str());
         }
         found = d->kernels.emplace(key, k).first;
     }
@@ -243,33 +240,31 @@ LILY_API int lily_kernel_get(
 
 LILY_API int lily_kernel_fit(lily_kernel *, uint32_t) { return LILY_OK; }
 
-LILY_API int lily_list_new(lily_device *, lily_list **out) {
-    *out = new lily_list();
+LILY_API int lily_list_new(lily_device *d, lily_list **out) {
+    *out = new lily_list{{d, false}, {}};
     return LILY_OK;
 }
 LILY_API void lily_list_free(lily_list *list) { delete list; }
 
 LILY_API int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily_arg *args, uint32_t arg_count,
     const void *params, uint32_t param_bytes, const uint32_t grid[3], const uint32_t threads[3], int barrier) {
+    const int code = device_check_dispatch(list, kernel, args, arg_count, params, param_bytes, grid);
+    if (code) return code;
     const MslProvided &k = kernel->made;
-    const char *name = kernel->name.c_str();
-    uint32_t in_group = threads[0] * threads[1] * threads[2];
-    if (arg_count != k.argument_count || arg_count > LILY_MAX_ARGS)
-        return fail(LILY_EINVAL, "%s takes %u buffers, got %u", name, k.argument_count, arg_count);
-    if (param_bytes > LILY_MAX_PARAM_BYTES) return fail(LILY_EINVAL, "%s: %u bytes of parameters", name, param_bytes);
+    const char *name = kernel->head.row->name;
+    const uint32_t in_group = threads[0] * threads[1] * threads[2];
     if (in_group > k.max_threads)
-        return fail(LILY_EINVAL, "%s: %u threads in a group, the kernel allows %u", name, in_group, k.max_threads);
+        return device_fail(
+            LILY_EINVAL, "%s: %u threads in a group, the kernel allows %u", name, in_group, k.max_threads);
     Dispatch p = {};
-    p.kernel = kernel, p.arg_count = arg_count, p.param_bytes = param_bytes, p.barrier = barrier != 0;
+    p.kernel = kernel, p.arg_count = arg_count, p.barrier = barrier != 0;
     for (uint32_t i = 0; i < arg_count; i++) {
         const lily_buffer *b = args[i].buffer;
-        if (args[i].offset % 16 || args[i].offset > b->bytes)
-            return fail(LILY_EINVAL, "%s: offset %llu of argument %u", name, (unsigned long long)args[i].offset, i);
         p.launch.buffers[i] = b->base + args[i].offset;
-        p.view_bytes[i] = b->bytes - args[i].offset;
+        p.view_bytes[i] = b->head.bytes - args[i].offset;
         if (announced.empty()) continue;
         if (announced.front() > p.view_bytes[i])
-            return fail(LILY_EINVAL, "%s: view %u ends beyond its buffer", name, i);
+            return device_fail(LILY_EINVAL, "%s: view %u ends beyond its buffer", name, i);
         p.view_bytes[i] = announced.front();
         announced.pop_front();
     }
@@ -284,40 +279,21 @@ LILY_API int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily
 }
 
 LILY_API int lily_list_end(lily_list *list) {
-    list->ended = true;
-    return LILY_OK;
+    const int code = device_check_end(list);
+    if (!code) list->head.ended = true;
+    return code;
 }
 
 LILY_API int lily_submit(lily_device *d, lily_list *const *lists, uint32_t count, uint64_t *ticket) {
+    const int code = device_check_submission(d, lists, count);
+    if (code) return code;
     std::lock_guard<std::mutex> lock(d->guard);
-    for (uint32_t i = 0; i < count; i++)
-        if (!lists[i]->ended) return fail(LILY_EINVAL, "list %u was not ended", i);
-    *ticket = ++d->submitted;
+    pthread_mutex_lock(&d->head.mutex);
+    *ticket = ++d->head.submitted;
+    pthread_mutex_unlock(&d->head.mutex);
     d->pending.push_back(Submission{*ticket, std::vector<lily_list *>(lists, lists + count)});
     while (!d->late && !d->pending.empty()) run_next(d);
     return LILY_OK;
-}
-
-LILY_API uint64_t lily_completed(lily_device *d) {
-    std::lock_guard<std::mutex> lock(d->guard);
-    if (!d->pending.empty()) run_next(d); // who asks again and again must see progress
-    return d->completed;
-}
-
-LILY_API int lily_wait(lily_device *d, uint64_t ticket, uint64_t) {
-    std::lock_guard<std::mutex> lock(d->guard);
-    while (d->completed < ticket && !d->pending.empty()) run_next(d);
-    if (d->completed < ticket) return fail(LILY_EINVAL, "ticket %llu was never given", (unsigned long long)ticket);
-    auto failure = d->failures.find(ticket);
-    if (failure == d->failures.end()) return LILY_OK;
-    std::string text = failure->second;
-    d->failures.erase(failure);
-    return fail(LILY_EFAILED, "%s", text.c_str());
-}
-
-LILY_API double lily_seconds(lily_device *d, uint64_t ticket) {
-    std::lock_guard<std::mutex> lock(d->guard);
-    return ticket <= d->completed && ticket + 64 > d->completed ? d->seconds[ticket % 64] : -1;
 }
 
 } // extern "C"

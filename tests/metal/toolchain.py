@@ -15,14 +15,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 CACHE = ROOT / "build" / "metal"
-SHIM = ROOT / "objc_shim" / "lily_metal.m"
+SHIM = ROOT / "objc_shim"
 
 METAL_CPP_WHEEL = "mlx-metal==0.32.4"
 TARGET = "aarch64-macos.15.0"
@@ -110,8 +111,21 @@ def _hash(files: Iterable[Path], command: Sequence[str]) -> str:
 
 
 def _inputs() -> list[Path]:
-    folders = (ROOT / "objc_shim", HERE, headers() / "Metal", kernel_table())
-    return [p for f in folders for p in sorted(f.glob("*")) if p.suffix in (".m", ".h")]
+    folders = (SHIM, HERE, headers() / "Metal", kernel_table())
+    return [p for f in folders for p in sorted(f.glob("*")) if p.suffix in (".c", ".m", ".h")]
+
+
+def sources() -> list[Path]:
+    """C and Objective-C files of the shim; each is compiled alone."""
+    return sorted(SHIM.glob("*.[cm]"))
+
+
+def _compile_all(files: Sequence[Path], folder: Path, compile_one: Callable[[Path, Path], None]) -> list[str]:
+    """Object files of ``files`` in ``folder``, two at a time."""
+    objects = [folder / f"{source.stem}.{os.getpid()}.o" for source in files]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, files, objects))
+    return [str(path) for path in objects]
 
 
 # ---- macOS --------------------------------------------------------------------------------------------------------
@@ -126,7 +140,7 @@ def zig() -> list[str]:
 def macos_compile_flags() -> list[str]:
     """What stands for Apple's SDK when the shim is compiled."""
     return [
-        "-target", TARGET, *COMMON, "-O2", "-fno-objc-arc", "-I", str(SHIM.parent), "-I", str(kernel_table()),
+        "-target", TARGET, *COMMON, "-O2", "-fno-objc-arc", "-I", str(SHIM), "-I", str(kernel_table()),
         "-isystem", str(headers()), "-isystem", str(HERE / "sdk"),
     ]  # fmt: skip
 
@@ -140,7 +154,7 @@ def macos_link_flags() -> list[str]:
 
 
 def compile_for_macos(source: Path, target: Path) -> None:
-    """An object file of an Objective-C source; AssertionError with the compiler's words."""
+    """An object file of a C or Objective-C source; AssertionError with the compiler's words."""
     _run([*zig(), *STRICT, *macos_compile_flags(), "-c", str(source), "-o", str(target)], f"{source.name} for macOS")
 
 
@@ -151,10 +165,9 @@ def macos_library() -> Path:
     target = CACHE / _hash(_inputs(), flags) / "liblily_metal.dylib"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        built = target.with_suffix(".o")
-        compile_for_macos(SHIM, built)
+        objects = _compile_all(sources(), target.parent, compile_for_macos)
         part = target.with_name(f"{os.getpid()}.part")
-        _run([*zig(), *macos_link_flags(), str(built), "-o", str(part)], "linking for macOS")
+        _run([*zig(), *macos_link_flags(), *objects, "-o", str(part)], "linking for macOS")
         part.replace(target)
     return target
 
@@ -198,21 +211,23 @@ def gnustep_library(coverage: bool = False) -> Path:
     """The shim and the stand-in as one shared library; with ``coverage`` it counts the shim's lines."""
     found = clang()
     include = ["-isystem", str(objc_headers()), "-isystem", "/usr/include/GNUstep", "-isystem", str(headers())]
-    compiler = [found, *GNUSTEP, *COMMON, "-g", "-O1", *include]
-    shim = [*compiler, *STRICT, "-I", str(SHIM.parent), "-I", str(kernel_table())]
+    compiler = [found, *COMMON, "-g", "-O1", *include]
+    shim = [*STRICT, "-I", str(SHIM), "-I", str(kernel_table())]
     shim += ["-fprofile-instr-generate", "-fcoverage-mapping"] if coverage else []
     loose = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-protocol", "-Wno-incomplete-implementation"]
     link = [clang(), "-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", *(["-fprofile-instr-generate"] if coverage else [])]
     # GNUstep has a _Block_copy of its own, which copies nothing: the real one must be found first.
     libraries = ["-lBlocksRuntime", "-lgnustep-base", "-lobjc", "-lpthread", "-lm"]
-    target = CACHE / _hash(_inputs(), [*shim, *loose, *link, *libraries]) / "liblily_metal.so"
+    target = CACHE / _hash(_inputs(), [*compiler, *GNUSTEP, *shim, *loose, *link, *libraries]) / "liblily_metal.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        objects = []
-        for source in (SHIM, *sorted(HERE.glob("standin_*.m"))):
-            objects.append(str(target.with_name(f"{source.stem}.{os.getpid()}.o")))
-            command = shim if source == SHIM else [*compiler, *loose]
-            _run([*command, "-c", str(source), "-o", objects[-1]], f"{source.name} with GNUstep")
+
+        def compile_one(source: Path, built: Path) -> None:
+            objective = GNUSTEP if source.suffix == ".m" else []
+            command = [*compiler, *objective, *(shim if source.parent == SHIM else loose)]
+            _run([*command, "-c", str(source), "-o", str(built)], f"{source.name} with GNUstep")
+
+        objects = _compile_all([*sources(), *sorted(HERE.glob("standin_*.m"))], target.parent, compile_one)
         part = target.with_name(f"{os.getpid()}.part")
         _run([*link, *objects, *libraries, "-o", str(part)], "linking with GNUstep")
         part.replace(target)

@@ -33,13 +33,13 @@ void isa_names(char *out, size_t bytes) {
     }
 }
 
-const cpu_isa *isa_choose(const char *name, char *error, size_t error_bytes) {
+const cpu_isa *isa_choose(const char *name) {
     const bool any = !strcmp(name, "auto");
     for (int i = 0; i < PATH_COUNT; i++)
         if (present(&PATHS[i]) && (any ? has(PATHS[i].worth) : !strcmp(name, PATHS[i].name))) return &PATHS[i];
     char names[128];
     isa_names(names, sizeof names);
-    snprintf(error, error_bytes,
+    device_fail(LILY_EINVAL,
         "this machine has no instruction-set path \"%s\" (option isa or variable LILY_CPU); it has: %s", name, names);
     return NULL;
 }

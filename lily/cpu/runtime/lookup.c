@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels by name: the table's rows as C knows them, the checks of constants, the specialised kernels of a device.
+// Kernels by name: the checks of constants, the specialised kernels of a device.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "runtime.h"
-
-#define ROW(name, args, constants, param_bytes) {#name, args, constants, param_bytes},
-static const kernel_row TABLE[] = {LILY_KERNEL_TABLE(ROW){NULL, 0, NULL, 0}};
-#undef ROW
 
 // Legal values of constants, by name; others only have to be at least `least`.
 static const struct {
@@ -27,31 +23,22 @@ static int check_constant(const char *kernel, const char *name, int length, int3
     const int32_t *allowed = CONSTANTS[c].allowed;
     if (!allowed[0]) {
         if (value >= CONSTANTS[c].least) return LILY_OK;
-        return cpu_fail(LILY_EINVAL, "kernel %s: constant %.*s is %d; allowed: %d or more", kernel, length, name, value,
-            CONSTANTS[c].least);
+        return device_fail(LILY_EINVAL, "kernel %s: constant %.*s is %d; allowed: %d or more", kernel, length, name,
+            value, CONSTANTS[c].least);
     }
     char list[64] = "";
     for (size_t used = 0; *allowed; allowed++) {
         if (value == *allowed) return LILY_OK;
         used += (size_t)snprintf(list + used, sizeof list - used, "%s%d", used ? ", " : "", *allowed);
     }
-    return cpu_fail(LILY_EINVAL, "kernel %s: constant %.*s is %d; allowed: %s", kernel, length, name, value, list);
+    return device_fail(LILY_EINVAL, "kernel %s: constant %.*s is %d; allowed: %s", kernel, length, name, value, list);
 }
 
-static int check_constants(const kernel_row *row, const int32_t *constants, uint32_t count) {
-    uint32_t seen = 0;
-    for (const char *name = row->constants; *name; seen++) {
-        const int length = (int)strcspn(name, " ");
-        if (seen < count) {
-            const int code = check_constant(row->name, name, length, constants[seen]);
-            if (code) return code;
-        }
-        name += length;
-        name += *name == ' ';
-    }
-    if (seen == count) return LILY_OK;
-    return cpu_fail(
-        LILY_EINVAL, "kernel %s takes %u constants (%s), %u were given", row->name, seen, row->constants, count);
+static int check_constants(const kernel_row *row, const int32_t *constants) {
+    int code = LILY_OK;
+    for (const char *name = row->constants; *name && !code; name = device_next_name(name))
+        code = check_constant(row->name, name, (int)strcspn(name, " "), *constants++);
+    return code;
 }
 
 static const cpu_entry *find_entry(const cpu_entry *entry, const char *name) {
@@ -61,31 +48,29 @@ static const cpu_entry *find_entry(const cpu_entry *entry, const char *name) {
 
 int lily_kernel_get(
     lily_device *device, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out) {
-    if (!device || !name || !out || (count && !constants))
-        return cpu_fail(LILY_EINVAL, "lily_kernel_get: an argument is null");
-    *out = NULL;
-    const kernel_row *row = TABLE;
-    while (row->name && strcmp(row->name, name)) row++;
-    if (!row->name) return cpu_fail(LILY_ENOTFOUND, "there is no kernel \"%s\" in the kernel table", name);
-    const cpu_entry *entry = find_entry(device->isa->kernels, name);
-    if (!entry) return cpu_fail(LILY_ENOTFOUND, "the cpu device has no kernel \"%s\"", name);
-    const int code = check_constants(row, constants, count);
+    const kernel_row *row;
+    int code = device_check_kernel(device, name, constants, count, out, &row);
     if (code) return code;
-    pthread_mutex_lock(&device->mutex);
+    const cpu_entry *entry = find_entry(device->isa->kernels, name);
+    if (!entry) return device_fail(LILY_ENOTFOUND, "the cpu device has no kernel \"%s\"", name);
+    code = check_constants(row, constants);
+    if (code) return code;
+    pthread_mutex_lock(&device->head.mutex);
     lily_kernel *k = device->kernels;
-    while (k && (k->row != row || (count && memcmp(k->constant, constants, count * sizeof *constants)))) k = k->next;
+    while (k && (k->head.row != row || (count && memcmp(k->constant, constants, count * sizeof *constants))))
+        k = k->next;
     if (!k && (k = calloc(1, sizeof *k))) {
-        *k = (lily_kernel){.row = row, .entry = *entry, .device = device, .count = count, .next = device->kernels};
+        *k = (lily_kernel){.head = {device, row}, .entry = *entry, .count = count, .next = device->kernels};
         if (count) memcpy(k->constant, constants, count * sizeof *constants);
         device->kernels = k;
     }
-    pthread_mutex_unlock(&device->mutex);
+    pthread_mutex_unlock(&device->head.mutex);
     *out = k;
-    return k ? LILY_OK : cpu_fail(LILY_ENOMEM, "no memory left for kernel %s", name);
+    return k ? LILY_OK : device_fail(LILY_ENOMEM, "no memory left for kernel %s", name);
 }
 
 // Kernels are compiled with the library and take groups of any size.
 int lily_kernel_fit(lily_kernel *kernel, uint32_t threads) {
     (void)threads;
-    return kernel ? LILY_OK : cpu_fail(LILY_EINVAL, "lily_kernel_fit: no kernel");
+    return kernel ? LILY_OK : device_fail(LILY_EINVAL, "lily_kernel_fit: no kernel");
 }

@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -148,10 +147,4 @@ uint64_t machine_memory(void) {
     if (limit > 0 && limit < bytes) bytes = limit;
 #endif
     return (uint64_t)bytes;
-}
-
-uint64_t machine_nanoseconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }

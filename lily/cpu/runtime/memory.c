@@ -18,21 +18,21 @@
 
 int lily_buffer_new(lily_device *device, uint64_t bytes, lily_buffer **out) {
     (void)device;
-    if (!out) return cpu_fail(LILY_EINVAL, "lily_buffer_new: no place for the result");
+    if (!out) return device_fail(LILY_EINVAL, "lily_buffer_new: no place for the result");
     *out = NULL;
     if (bytes > ((uint64_t)1 << 46))
-        return cpu_fail(
+        return device_fail(
             LILY_ENOMEM, "a buffer of %llu bytes is beyond this machine's address space", (unsigned long long)bytes);
     lily_buffer *b = calloc(1, sizeof *b);
-    if (!b) return cpu_fail(LILY_ENOMEM, "no memory left for a buffer's record");
-    b->bytes = bytes;
+    if (!b) return device_fail(LILY_ENOMEM, "no memory left for a buffer's record");
+    b->head.bytes = bytes;
     // Readers may fetch whole vectors at the end, so the mapping goes on for a little.
     const bool huge = bytes >= HUGE_PAGE;
     b->mapping_bytes = (size_t)bytes + ALIGNMENT + (huge ? HUGE_PAGE : 0);
     b->mapping = mmap(NULL, b->mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (b->mapping == MAP_FAILED) {
         free(b);
-        return cpu_fail(LILY_ENOMEM,
+        return device_fail(LILY_ENOMEM,
             "the system refused a buffer of %llu bytes (%s); close other programs or choose a smaller context",
             (unsigned long long)bytes, strerror(errno));
     }

@@ -19,6 +19,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+#include "device_common.h"
 #include "machine.h"
 
 // Longest wait for the next phase, or for the end of one, before a thread sleeps: longer than the gap between two
@@ -135,14 +136,14 @@ static bool work_or_close(pool *p) { return has_chunk(atomic_load(&p->state)) ||
 static bool phase_done(pool *p) { return atomic_load(&p->done) == p->phase->chunks; }
 
 static bool spin(pool *p, bool (*over)(pool *)) {
-    const uint64_t end = machine_nanoseconds() + SPIN_NANOSECONDS;
+    const uint64_t end = device_nanoseconds() + SPIN_NANOSECONDS;
     do {
         for (int i = 0; i < SPIN_TRIES; i++) {
             if (over(p)) return true;
             machine_pause();
         }
         sched_yield();
-    } while (machine_nanoseconds() < end);
+    } while (device_nanoseconds() < end);
     return false;
 }
 

@@ -3,45 +3,31 @@
 #ifndef LILY_CPU_RUNTIME_H
 #define LILY_CPU_RUNTIME_H
 
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdbool.h>
-
-#include "lily_device.h"
+#include "device_common.h"
 #include "pool.h"
 
-// One row of the kernel table as C knows it.
-typedef struct {
-    const char *name;
-    uint32_t args;
-    const char *constants; // names, separated by blanks
-    uint32_t param_bytes;
-} kernel_row;
-
 struct lily_kernel {
-    const kernel_row *row;
+    kernel_head head;
     cpu_entry entry;
-    lily_device *device;
     uint32_t count;
     int32_t constant[LILY_MAX_CONSTANTS];
     lily_kernel *next;
 };
 
 struct lily_buffer {
+    buffer_head head;
     unsigned char *contents;
-    uint64_t bytes;
     void *mapping;
     size_t mapping_bytes;
 };
 
 struct lily_list {
-    lily_device *device;
+    list_head head;
     struct recorded *recorded; // until lily_list_end
     uint32_t count, capacity;
     pool_dispatch *dispatch;
     pool_phase *phase;
     uint32_t phases;
-    bool ended;
 };
 
 typedef struct {
@@ -51,14 +37,7 @@ typedef struct {
     uint32_t worth; // features without which "auto" passes it over
 } cpu_isa;
 
-// A submission whose kernels found no memory for their scratch.
-typedef struct {
-    uint64_t ticket; // 0: none, or reported
-    size_t bytes;
-} queue_failure;
-
 #define QUEUE_ENTRIES 4096
-#define TIMED_TICKETS 64
 
 typedef struct {
     const lily_list *list; // NULL: a submission of no lists
@@ -67,29 +46,26 @@ typedef struct {
 } queue_entry;
 
 struct lily_device {
+    device_head head;
     const cpu_isa *isa;
     bool null;
-    long process; // that opened the device; its threads do not exist in a forked one
     pool *pool;
     pthread_t driver;
-    pthread_mutex_t mutex; // of all below
+    // Everything below belongs to the head's mutex.
     lily_kernel *kernels;
-    pthread_cond_t work, finished;
+    pthread_cond_t work;
     bool closing;
-    uint64_t submitted;
-    _Atomic uint64_t completed;
-    uint32_t head, queued;
+    uint32_t first, queued;
     queue_entry queue[QUEUE_ENTRIES];
-    double seconds[TIMED_TICKETS];
-    atomic_uint failures; // not reported yet
-    queue_failure failed[TIMED_TICKETS];
 };
 
-// Sets this thread's error text and returns `code`.
-int cpu_fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+BEGINS_WITH_HEAD(lily_buffer);
+BEGINS_WITH_HEAD(lily_kernel);
+BEGINS_WITH_HEAD(lily_list);
+BEGINS_WITH_HEAD(lily_device);
 
-// isa.c.  The path called `name`, or for "auto" the best one that the machine has; NULL: `error` says why.
-const cpu_isa *isa_choose(const char *name, char *error, size_t error_bytes);
+// isa.c.  The path called `name`, or for "auto" the best one that the machine has; NULL with the error text.
+const cpu_isa *isa_choose(const char *name);
 void isa_names(char *out, size_t bytes); // that this machine can run, best first, separated by commas
 
 #endif

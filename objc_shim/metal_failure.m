@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Why the GPU did not finish a command buffer, in words: cause, place and remedy.
 // The texts in parentheses that macOS gives (kIOGPUCommandBufferCallbackError...) are not documented; codes are.
-#ifndef LILY_METAL_FAILURE_H
-#define LILY_METAL_FAILURE_H
-
 #include "metal_runtime.h"
 
 typedef struct {
     const char *sign; // part of the text that macOS gives; NULL: only the code counts
     MTLCommandBufferError error;
     int code;
-    bool too_long; // smaller pieces may help
+    bool too_long;
     const char *cause, *remedy;
 } failure_row;
 
-#define SMALLER "the next submission is cut into smaller pieces: try again; close other programs that use the GPU"
+#define SMALLER "the next submission is cut into smaller parts: try again; close other programs that use the GPU"
 #define BUG "the kernel or the plan is wrong: run `python -m lily doctor` and report what it prints"
 #define OTHERS "close other programs or choose a smaller max_context"
 
@@ -48,9 +45,9 @@ static const failure_row *classify(NSError *error) {
     return &UNKNOWN_FAILURE;
 }
 
-static void describe(const failure_row *f, const piece *p, NSError *error, char *out, size_t bytes) {
+failure_kind failure_describe(NSError *error, const command_part *p, char *out, size_t bytes) {
+    const failure_row *f = classify(error);
     snprintf(out, bytes, "%s, in %u dispatches from %s to %s (%s, code %ld); %s", f->cause, p->dispatches,
         p->first ? p->first : "none", p->last ? p->last : "none", reason(error), (long)[error code], f->remedy);
+    return (failure_kind){f->code, f->too_long};
 }
-
-#endif

@@ -1,33 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recording: checks of a dispatch, and the list's flat arrays from which encoding needs no allocation.
-#ifndef LILY_METAL_RECORD_H
-#define LILY_METAL_RECORD_H
-
+// Recording: the list's flat arrays from which encoding needs no allocation.
 #include "metal_runtime.h"
 
-static int check_args(const kernel_row *row, const lily_arg *args, uint32_t count) {
-    if (count != row->args || count > LILY_MAX_ARGS)
-        return fail(LILY_EINVAL, "kernel %s takes %u buffers, %u were given", row->name, row->args, count);
-    for (uint32_t i = 0; i < count; i++) {
-        const unsigned long long offset = args[i].offset;
-        if (!args[i].buffer) return fail(LILY_EINVAL, "kernel %s: buffer %u is null", row->name, i);
-        if (offset % 16)
-            return fail(LILY_EINVAL, "kernel %s: offset %llu of buffer %u is no multiple of 16", row->name, offset, i);
-        if (offset > args[i].buffer->bytes)
-            return fail(LILY_EINVAL, "kernel %s: offset %llu lies beyond the %llu bytes of buffer %u", row->name,
-                offset, (unsigned long long)args[i].buffer->bytes, i);
-    }
-    return LILY_OK;
-}
-
-static int check_sizes(const kernel_row *row, const uint32_t grid[3], const uint32_t threads[3]) {
+int record_check_threads(const kernel_row *row, const uint32_t threads[3]) {
     const uint64_t size = (uint64_t)threads[0] * threads[1] * threads[2];
-    if (!grid[0] || !grid[1] || !grid[2])
-        return fail(
-            LILY_EINVAL, "kernel %s: a grid of %u x %u x %u groups has none", row->name, grid[0], grid[1], grid[2]);
     if (threads[0] > 1024 || threads[1] > 1024 || threads[2] > 1024 || size % SIMD_WIDTH || !size || size > 1024)
-        return fail(LILY_EINVAL, "kernel %s: %u x %u x %u threads in a group; allowed: multiples of %d up to 1024",
-            row->name, threads[0], threads[1], threads[2], SIMD_WIDTH);
+        return device_fail(LILY_EINVAL,
+            "kernel %s: %u x %u x %u threads in a group; allowed: multiples of %d up to 1024", row->name, threads[0],
+            threads[1], threads[2], SIMD_WIDTH);
     return LILY_OK;
 }
 
@@ -61,16 +41,17 @@ static void bind_buffer(lily_list *l, id<MTLBuffer> buffer, NSUInteger offset) {
 
 static double weight_of(const lily_kernel *k) {
     uint32_t i = 0;
-    for (const char *name = k->row->constants; *name; name = next_name(name), i++) {
+    for (const char *name = k->head.row->constants; *name; name = device_next_name(name), i++) {
         if (!strncmp(name, "tile_m", strcspn(name, " "))) return k->constant[i] / LARGEST_TILE;
     }
     return 1;
 }
 
-static int append(lily_list *l, const lily_kernel *k, id<MTLComputePipelineState> pipeline, const lily_arg *args,
+int record_append(lily_list *l, const lily_kernel *k, id<MTLComputePipelineState> pipeline, const lily_arg *args,
     const void *params, const uint32_t grid[3], const uint32_t threads[3], bool barrier) {
-    const kernel_row *row = k->row;
-    if (!make_room(l, row->args + 1)) return fail(LILY_ENOMEM, "no memory left for dispatch %u of a list", l->count);
+    const kernel_row *row = k->head.row;
+    if (!make_room(l, row->args + 1))
+        return device_fail(LILY_ENOMEM, "no memory left for dispatch %u of a list", l->count);
     recorded *r = &l->dispatch[l->count++];
     *r = (recorded){
         .kernel = k, .pipeline = pipeline, .first = l->bindings, .params = l->param_bytes, .barrier = barrier};
@@ -89,4 +70,16 @@ static int append(lily_list *l, const lily_kernel *k, id<MTLComputePipelineState
     return LILY_OK;
 }
 
-#endif
+int record_params(lily_list *l) {
+    if (l->param_bytes) {
+        const int code = lily_buffer_new(l->head.device, l->param_bytes, &l->constants);
+        if (code) return code;
+        memcpy(lily_buffer_contents(l->constants), l->params, l->param_bytes);
+    }
+    for (uint32_t i = 0; i < l->bindings; i++) {
+        if (!l->buffers[i]) l->buffers[i] = l->constants->handle;
+    }
+    free(l->params);
+    l->params = NULL;
+    return LILY_OK;
+}

@@ -5,23 +5,18 @@
 // the queue, which macOS 15 lets stand for useResource:; and as residency sets track no hazards, a fence orders all
 // encoders of the device.  Within the list setBarrier stands where the list has a barrier.
 // Not handled: optimizeIndirectCommandBuffer:, after which ranges could no longer be cut for the watchdog.
-#ifndef LILY_METAL_REPLAY_H
-#define LILY_METAL_REPLAY_H
-
-#include <unistd.h>
-
-#include "metal_residency.h"
+#include "metal_runtime.h"
 
 enum { MAX_COMMANDS = 16384, MAX_BINDINGS = 31 }; // of one executeCommandsInBuffer:, of one command
 _Static_assert(LILY_MAX_ARGS + 1 <= MAX_BINDINGS, "a kernel's buffers and its parameters fit into one command");
 
 // The device's fence says that lists are replayed.
-static int replay_open(lily_device *d, const open_options *o) {
+int replay_open(lily_device *d, const open_options *o) {
     const bool icb = !strcmp(o->replay, "icb");
     if (!icb && strcmp(o->replay, "encode"))
-        return fail(LILY_EINVAL, "option replay is \"%s\"; allowed: encode, icb", o->replay);
+        return device_fail(LILY_EINVAL, "option replay is \"%s\"; allowed: encode, icb", o->replay);
     if (icb) d->fence = [d->gpu newFence];
-    if (icb && !d->fence) return fail(LILY_EFAILED, "Metal gave no fence; use replay=encode");
+    if (icb && !d->fence) return device_fail(LILY_EFAILED, "Metal gave no fence; use replay=encode");
     return LILY_OK;
 }
 
@@ -35,9 +30,9 @@ static id<MTLIndirectCommandBuffer> replay_buffer(const lily_list *l) {
     [descriptor setInheritBuffers:NO];
     [descriptor setInheritPipelineState:NO];
     [descriptor setMaxKernelBufferBindCount:bindings];
-    return [l->device->gpu newIndirectCommandBufferWithDescriptor:descriptor
-                                                  maxCommandCount:l->count
-                                                          options:MTLResourceStorageModeShared];
+    return [l->head.device->gpu newIndirectCommandBufferWithDescriptor:descriptor
+                                                       maxCommandCount:l->count
+                                                               options:MTLResourceStorageModeShared];
 }
 
 static void record_command(id<MTLIndirectComputeCommand> command, const lily_list *l, const recorded *r, bool barrier) {
@@ -48,29 +43,27 @@ static void record_command(id<MTLIndirectComputeCommand> command, const lily_lis
     [command concurrentDispatchThreadgroups:r->grid threadsPerThreadgroup:r->threads];
 }
 
-static int replay_record(lily_list *l) {
+int replay_record(lily_list *l) {
     if (!l->count) return LILY_OK;
     if (l->count > MAX_COMMANDS)
-        return fail(LILY_EINVAL, "a list of %u dispatches cannot be replayed, at most %d; use replay=encode", l->count,
-            MAX_COMMANDS);
+        return device_fail(LILY_EINVAL, "a list of %u dispatches cannot be replayed, at most %d; use replay=encode",
+            l->count, MAX_COMMANDS);
     l->replay = replay_buffer(l);
     if (!l->replay)
-        return fail(
+        return device_fail(
             LILY_ENOMEM, "Metal refused an indirect command buffer for %u dispatches; use replay=encode", l->count);
     [l->replay resetWithRange:NSMakeRange(0, l->count)];
     for (uint32_t i = 0; i < l->count; i++)
         record_command(
             [l->replay indirectComputeCommandAtIndex:i], l, &l -> dispatch[i], l -> dispatch[i].barrier || !i);
-    set_change(l->device, l->replay, true);
+    residency_add(l->head.device, l->replay);
     return LILY_OK;
 }
 
-static void replay_free(lily_list *l) {
-    if (!l->replay || l->device->process != (long)getpid()) return;
+void replay_free(lily_list *l) {
+    if (!l->replay || device_forked(l->head.device)) return;
     @autoreleasepool {
-        set_drop(l->device, l->replay);
+        residency_drop(l->head.device, l->replay);
         [l->replay release];
     }
 }
-
-#endif

@@ -3,14 +3,11 @@
 // Nothing here is fatal: without a cache every start compiles anew, and lily_info says why.
 // Apple does not say whether one archive may be searched and extended at the same time, so the file is opened twice:
 // `found` is never changed and any thread searches it; `archive` takes what is new, under the mutex.
-#ifndef LILY_METAL_CACHE_H
-#define LILY_METAL_CACHE_H
+#include "metal_runtime.h"
 
 #include <dirent.h>
-#include <errno.h>
-#include <unistd.h>
-
-#include "metal_options.h"
+#include <sys/stat.h>
+#include <time.h>
 
 #define CACHE_PREFIX "pipelines-"
 enum { CACHE_DAYS = 30 }; // files of other versions that were not written for so long are removed
@@ -60,9 +57,9 @@ static id<MTLBinaryArchive> cache_load(id<MTLDevice> gpu, const char *path, NSEr
     return [gpu newBinaryArchiveWithDescriptor:descriptor error:error];
 }
 
-// `key` names all that pipelines depend on.  Earlier systems had faults in archives (Blender's Cycles, which found out by
+// Earlier systems had faults in archives (Blender's Cycles, which found out by
 // use, leaves them alone before 15.4).
-static void cache_open(pipeline_cache *c, id<MTLDevice> gpu, const char *option, uint64_t key) {
+void cache_open(pipeline_cache *c, id<MTLDevice> gpu, const char *option, uint64_t key) {
     char folder[PATH_BYTES];
     NSError *error = nil;
     if (!strcmp(option, "off")) return cache_off(c, "%s", "off");
@@ -75,8 +72,7 @@ static void cache_open(pipeline_cache *c, id<MTLDevice> gpu, const char *option,
     snprintf(c->state, sizeof c->state, "on");
 }
 
-// Keeps the pipeline of `descriptor`, which has just been made, for the next run.
-static void cache_add(pipeline_cache *c, id<MTLDevice> gpu, MTLComputePipelineDescriptor *descriptor) {
+void cache_add(pipeline_cache *c, id<MTLDevice> gpu, MTLComputePipelineDescriptor *descriptor) {
     NSError *error = nil;
     pthread_mutex_lock(&c->mutex);
     if (c->path[0] && !c->archive) c->archive = cache_load(gpu, c->found ? c->path : NULL, &error);
@@ -90,7 +86,7 @@ static void cache_add(pipeline_cache *c, id<MTLDevice> gpu, MTLComputePipelineDe
 }
 
 // Another process that starts meanwhile sees the old file or the new one.
-static void cache_save(pipeline_cache *c) {
+void cache_save(pipeline_cache *c) {
     if (!c->archive || !c->added) return;
     char part[PATH_BYTES + 32];
     NSError *error = nil;
@@ -98,5 +94,3 @@ static void cache_save(pipeline_cache *c) {
     NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:part]];
     if (![c->archive serializeToURL:url error:&error] || chmod(part, 0600) || rename(part, c->path)) unlink(part);
 }
-
-#endif
