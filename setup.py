@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what pyproject.toml cannot say: device libraries, Cython modules, and shared sources inside the wheel.
+"""Builds what pyproject.toml cannot say: device libraries, Cython modules, and the shaders inside the wheel.
 
 `python setup.py build_ext --inplace` (`make build`) recompiles only what is older than its sources.
 Device libraries are plain C that ctypes loads, not Python extensions; nothing in them depends on the CPU that builds
@@ -60,8 +60,9 @@ DEVICE_COMMON = ROOT / "objc_shim" / "device_common.c"
 # Headers that the build writes itself; `make clean` removes them with everything else in build/.
 GENERATED = ROOT / "build" / "include"
 
-# Folders of the checkout that the package reads at run time as lily/data/FOLDER.
-SHARED_SOURCES = {"objc_shim": ("lily_device.h",), "shaders": ("*.metal", "*.h")}
+# The folder of the checkout that the package reads at run time, as lily/data/shaders.
+SHADERS = ROOT / "shaders"
+SHADER_PATTERNS = ("*.metal", "*.h")
 
 # A free-threaded Python has no limited API; its wheel is then for that one version.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -229,7 +230,7 @@ class BuildExt(build_ext):
         # Python may remember a compiler that this machine does not have.
         os.environ.setdefault("CC", shlex.join(find_compiler()))
         if self.inplace or self.editable_mode:
-            link_shared_sources()
+            link_shaders()
         super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -257,35 +258,30 @@ class BuildExt(build_ext):
 
 
 class BuildPy(build_py):
-    """Adds the shared sources to a wheel; a checkout has links to them instead."""
+    """Adds the shaders to a wheel; a checkout has a link to them instead."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for source, target in self._shared_sources():
+            for source, target in self._shaders():
                 self.mkpath(str(target.parent))
                 self.copy_file(str(source), str(target))
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        copies = [] if self.editable_mode else [str(target) for _, target in self._shared_sources()]
+        copies = [] if self.editable_mode else [str(target) for _, target in self._shaders()]
         return super().get_outputs(include_bytecode) + copies
 
-    def _shared_sources(self) -> list[tuple[Path, Path]]:
+    def _shaders(self) -> list[tuple[Path, Path]]:
         data = Path(self.build_lib, "lily", "data")
-        return [
-            (source, data / source.relative_to(ROOT))
-            for folder, patterns in SHARED_SOURCES.items()
-            for pattern in patterns
-            for source in sorted((ROOT / folder).rglob(pattern))
-        ]
+        sources = [source for pattern in SHADER_PATTERNS for source in sorted(SHADERS.rglob(pattern))]
+        return [(source, data / source.relative_to(ROOT)) for source in sources]
 
 
-def link_shared_sources() -> None:
+def link_shaders() -> None:
     data = ROOT / "lily" / "data"
     data.mkdir(exist_ok=True)
-    for folder in SHARED_SOURCES:
-        if not (data / folder).is_symlink():
-            (data / folder).symlink_to(Path("..", "..", folder))
+    if not (data / SHADERS.name).is_symlink():
+        (data / SHADERS.name).symlink_to(Path("..", "..", SHADERS.name))
 
 
 def wheel_options() -> dict[str, str]:

@@ -7,8 +7,9 @@ Arguments are the addresses of the row's buffers in order, then its parameters.
 
 from libc.stdint cimport int32_t, uint32_t, uintptr_t
 
-cdef enum:
-    STEP_ROWS = 1  # field of Step
+cdef extern from "kernel_params.h":
+    ctypedef struct Step:
+        int32_t rows
 
 
 def route_group(
@@ -19,7 +20,7 @@ def route_group(
 
     ``ids`` must lie in [0, experts).
     """
-    cdef uint32_t assignments = <uint32_t> (<int32_t *> step)[STEP_ROWS] * active
+    cdef uint32_t assignments = <uint32_t> (<Step *> step).rows * active
     with nogil:
         _offsets(<int32_t *> ids, <int32_t *> offsets, assignments, experts)
         _order(<int32_t *> ids, <int32_t *> offsets, <int32_t *> order, assignments, experts)

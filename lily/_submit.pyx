@@ -11,8 +11,15 @@ from cpython.exc cimport PyErr_CheckSignals
 ctypedef int (*submit_function)(void *, void **, uint32_t, uint64_t *) noexcept nogil
 ctypedef int (*wait_function)(void *, uint64_t, uint64_t) noexcept nogil
 
+cdef extern from "lily_device.h":
+    enum: LILY_ETIMEOUT
+
+cdef extern from "kernel_params.h":
+    ctypedef struct Output:
+        int32_t token, position, status
+        float logprob
+
 cdef enum:
-    E_TIMEOUT = 5
     MAX_DEPTH = 4
     MAX_LISTS = 4
 
@@ -86,11 +93,12 @@ cdef class DecodePipeline:
         while self.in_flight < self.depth and self.submitted < self.limit:
             if self._submit():
                 return None
-        cdef char *record = self.outputs + ((self.base + self.finished) % self.ring) * self.output_bytes
+        cdef Output *record = <Output *> (
+            self.outputs + ((self.base + self.finished) % self.ring) * self.output_bytes
+        )
         if self._wait():
             return None
-        cdef int32_t *fields = <int32_t *> record
-        return fields[0], fields[1], fields[2], (<float *> record)[4]
+        return record.token, record.position, record.status, record.logprob
 
     cdef int _submit(self) except -1:
         cdef int code
@@ -107,12 +115,12 @@ cdef class DecodePipeline:
         return 0
 
     cdef int _wait(self) except -1:
-        cdef int code = E_TIMEOUT
+        cdef int code = LILY_ETIMEOUT
         cdef uint64_t ticket = self.tickets[0]
-        while code == E_TIMEOUT:
+        while code == LILY_ETIMEOUT:
             with nogil:
                 code = self.wait_ticket(self.device, ticket, SLICE_NS)
-            if code == E_TIMEOUT:
+            if code == LILY_ETIMEOUT:
                 PyErr_CheckSignals()
         cdef int i
         self.in_flight -= 1

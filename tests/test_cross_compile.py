@@ -65,7 +65,9 @@ def test_device_libraries_compile_and_link_without_warnings(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_cython_modules_compile_without_warnings(target: str, repository: Path, tmp_path: Path) -> None:
+def test_cython_modules_compile_without_warnings(
+    target: str, build_rules: ModuleType, repository: Path, tmp_path: Path
+) -> None:
     headers = tmp_path / "include"
     shutil.copytree(sysconfig.get_path("include"), headers)
     (headers / "pyconfig.h").write_text(PYCONFIG)
@@ -75,7 +77,8 @@ def test_cython_modules_compile_without_warnings(target: str, repository: Path, 
         code = tmp_path / f"{source.stem}.c"
         subprocess.run([sys.executable, "-m", "cython", "-3", str(source), "-o", str(code)], check=True)
         macros = ["-DPy_LIMITED_API=0x030b0000", "-DCYTHON_LIMITED_API=1"]
-        flags = ["-Werror", "-O1", "-fPIC", "-I", str(headers), "-I", str(repository / "objc_shim"), *macros]
+        folders = (headers, repository / "objc_shim", build_rules.generated_headers())
+        flags = ["-Werror", "-O1", "-fPIC", *(f"-I{folder}" for folder in folders), *macros]
         command = [*zig(target), *flags, "-c", str(code), "-o", str(code.with_suffix(".o"))]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -86,6 +86,7 @@ def build_ext_for(rules: ModuleType, sdk: ModuleType) -> type:
             run([sys.executable, "-m", "cython", "-3", ext.sources[0], "-o", str(code)])
             command = [*sdk.zig(), "-target", sdk.TARGET, *ext.extra_compile_args, "-fPIC", "-shared"]
             command += [f"-D{name}={value}" for name, value in ext.define_macros]
+            rules.generated_headers()
             command += ["-I", str(headers), *(f"-I{folder}" for folder in ext.include_dirs), str(code)]
             command += ["-Wl,-undefined,dynamic_lookup", f"-Wl,-install_name,@rpath/{target.name}"]
             run([*command, "-o", str(target)])
