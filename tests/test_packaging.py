@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from package_contents import cython_modules, sdist_files, wheel_files
 from packaging.requirements import Requirement
 
 import lily
 
 RUNTIME_DEPENDENCIES = {"click", "jinja2", "numpy", "tokenizers"}
 MAXIMUM_WHEEL_BYTES = 35_000_000
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 LIBRARY_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 GENERATE = ["generate", "--prompt", "Once upon a time", "--seed", "1", "--max-tokens", "12"]
 
@@ -149,39 +151,25 @@ def test_installed_package_writes_the_checkouts_text_without_network_and_checkou
     assert len(done.stdout.split()) >= 5
 
 
-def test_wheel_holds_every_module_and_every_file_used_at_run_time(
-    distributions: Distributions, repository: Path
-) -> None:
-    package = repository / "lily"
-    expected = {path.relative_to(repository).as_posix() for path in package.rglob("*.py")}
-    for folder in ("models/lily-tiny", "msl/include"):
-        expected |= {f"lily/{folder}/{path.name}" for path in (package / folder).iterdir()}
-    expected |= {f"lily/data/shaders/{path.name}" for path in (repository / "shaders").glob("*.metal")}
-    expected |= {"lily/py.typed", "lily/data/objc_shim/lily_device.h", f"lily/cpu/liblily_cpu{LIBRARY_SUFFIX}"}
-    cython = [path.relative_to(repository).with_suffix("").as_posix() for path in package.rglob("*.pyx")]
-    assert cython, "no Cython module found"
-    expected |= {f"{name}.pyi" for name in cython}
-    names = distributions.wheel_names()
-    assert not expected - names
-    for name in cython:
-        assert any(re.fullmatch(rf"{name}\.[\w.-]*so", other) for other in names), f"{name} is not compiled"
+def test_every_cython_module_has_a_stub(repository: Path) -> None:
+    modules = cython_modules(repository)
+    assert [module for module in modules if not (repository / f"{module}.pyi").exists()] == []
 
 
-def test_wheel_holds_neither_tests_nor_sources_of_compiled_code(distributions: Distributions) -> None:
+def test_the_wheel_holds_what_the_tree_says_and_nothing_else(distributions: Distributions, repository: Path) -> None:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX") if FREE_THREADED else ".abi3.so"
+    libraries = {f"lily/cpu/liblily_cpu{LIBRARY_SUFFIX}"}
+    if sys.platform == "darwin":
+        libraries.add(f"lily/metal/liblily_metal{LIBRARY_SUFFIX}")
     names = distributions.wheel_names()
-    strange = {name for name in names if not re.match(r"lily/|lily_engine-[^/]+\.dist-info/", name)}
-    strange |= {name for name in names if re.search(r"(^|/)(tests?|bench|docs)/|\.(c|m|o|pyx|pxd|cmd|pyc|part)$", name)}
-    # Headers belong to what is compiled at run time only.
-    used = ("lily/data/", "lily/msl/include/")
-    strange |= {name for name in names if name.endswith(".h") and not name.startswith(used)}
-    assert not strange
+    assert names == wheel_files(repository, suffix, libraries, f"lily_engine-{lily.__version__}.dist-info")
 
 
 def test_wheel_is_small_enough_to_publish(distributions: Distributions) -> None:
     assert distributions.wheel.stat().st_size <= MAXIMUM_WHEEL_BYTES
 
 
-@pytest.mark.skipif(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="free-threaded Python has no abi3")
+@pytest.mark.skipif(FREE_THREADED, reason="free-threaded Python has no abi3")
 def test_one_wheel_serves_every_supported_python(distributions: Distributions) -> None:
     assert "-cp311-abi3-" in distributions.wheel.name
     shared = {name for name in distributions.wheel_names() if name.endswith(".so") and "/cpu/" not in name}
@@ -200,12 +188,12 @@ def test_metadata_states_name_version_licence_and_dependencies(distributions: Di
     assert {"hub", "serve"} <= set(found.get_all("Provides-Extra"))
 
 
-def test_sdist_holds_sources_only(distributions: Distributions) -> None:
+def test_the_sdist_holds_every_source_and_nothing_built(distributions: Distributions, repository: Path) -> None:
     with tarfile.open(distributions.sdist) as archive:
-        names = [name.partition("/")[2] for name in archive.getnames()]
-    assert {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", "objc_shim/lily_device.h"} <= set(names)
-    assert not [name for name in names if re.search(r"\.(so|dylib|o|pyc)$|^(tests|build|dist)/|^lily/data/", name)]
-    assert not [name for name in names if name.endswith("kernel_params.h")]
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert sdist_files(repository) - names == set()
+    metadata = re.compile(r"PKG-INFO|setup\.cfg|lily_engine\.egg-info/.*")
+    assert [name for name in names - sdist_files(repository) if not metadata.fullmatch(name)] == []
 
 
 def test_every_source_file_names_its_licence(repository: Path) -> None:

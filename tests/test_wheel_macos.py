@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from metal import macho, toolchain
 from metal.toolchain import Missing
+from package_contents import cython_modules, shaders, wheel_files
 
 SYSTEM = "/usr/lib/libSystem.B.dylib"
 FRAMEWORKS = {
@@ -57,7 +58,7 @@ def binaries(wheel: Path) -> dict[str, macho.MachO]:
 
 
 def test_the_wheel_has_both_devices_and_the_cython_modules(binaries: dict[str, macho.MachO], repository: Path) -> None:
-    modules = {f"lily/{p.stem}.abi3.so" for p in (repository / "lily").glob("_*.pyx")}
+    modules = {f"{module}.abi3.so" for module in cython_modules(repository)}
     assert binaries.keys() == {CPU, METAL} | modules
 
 
@@ -99,7 +100,7 @@ def test_libraries_export_the_device_interface_and_modules_their_start(
     linker = {"___dso_handle", "__mh_dylib_header"}
     for name, binary in binaries.items():
         if name.endswith(".abi3.so"):
-            module = name.removeprefix("lily/").removesuffix(".abi3.so")
+            module = name.rpartition("/")[2].removesuffix(".abi3.so")
             assert f"_PyInit_{module}" in binary.exports
         else:
             assert functions <= binary.exports, name
@@ -112,20 +113,15 @@ def test_the_cpu_library_has_its_neon_kernels(wheel: Path) -> None:
     assert b"avx512" not in text.replace(b"auto, portable, avx2, avx512", b"")
 
 
-def test_all_shader_sources_are_inside(wheel: Path, repository: Path) -> None:
-    def contents(folder: Path) -> dict[str, str]:
-        return {p.name: p.read_text() for p in folder.iterdir() if p.suffix in (".metal", ".h")}
-
-    shaders = contents(wheel / "lily" / "data" / "shaders")
-    assert shaders == contents(repository / "shaders")
-    assert any(name.endswith(".metal") for name in shaders)
+def test_the_wheel_holds_what_the_tree_says_and_nothing_else(wheel: Path, repository: Path) -> None:
+    (info,) = wheel.glob("*.dist-info")
+    names = {p.relative_to(wheel).as_posix() for p in wheel.rglob("*") if p.is_file()}
+    assert names == wheel_files(repository, ".abi3.so", {CPU, METAL}, info.name)
 
 
-def test_every_python_file_of_the_package_is_inside(wheel: Path, repository: Path) -> None:
-    sources = {
-        p.relative_to(repository).as_posix() for p in (repository / "lily").rglob("*.py") if "data" not in p.parts
-    }
-    assert {p.relative_to(wheel).as_posix() for p in wheel.rglob("*.py")} == sources
+def test_shader_sources_are_inside_as_they_are(wheel: Path, repository: Path) -> None:
+    for name in shaders(repository):
+        assert (wheel / "lily" / "data" / name).read_text() == (repository / name).read_text()
 
 
 def test_the_wheel_is_tagged_for_the_machines_it_runs_on(wheel: Path) -> None:
