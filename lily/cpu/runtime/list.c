@@ -56,16 +56,16 @@ int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily_arg *arg
     return LILY_OK;
 }
 
-// One phase per run of dispatches without a barrier; a run with too many chunks for one phase becomes several.
+// One phase per run of dispatches without a barrier; a run with too many shares for one phase becomes several.
 static uint32_t split(const lily_list *list, pool_phase *phase) {
     uint32_t phases = 0;
     for (uint32_t i = 0; i < list->count; i++) {
         const pool_dispatch *d = &list->dispatch[i];
         pool_phase *last = phases ? &phase[phases - 1] : NULL;
-        if (!last || list->recorded[i].barrier || last->chunks + d->chunks > POOL_MAX_CHUNKS)
-            phase[phases++] = (pool_phase){.dispatch = d, .count = 1, .chunks = d->chunks};
+        if (!last || list->recorded[i].barrier || last->shares + d->shares > POOL_MAX_SHARES)
+            phase[phases++] = (pool_phase){.dispatch = d, .count = 1, .shares = d->shares};
         else
-            last->count++, last->chunks += d->chunks;
+            last->count++, last->shares += d->shares;
     }
     return phases;
 }
@@ -85,7 +85,7 @@ int lily_list_end(lily_list *list) {
             .run = r->kernel->entry.run,
             .call = {.arg = r->arg, .params = r->params, .constant = r->kernel->constant},
             .groups = groups,
-            .chunks = pool_chunks(threads, groups, r->kernel->entry.grain),
+            .shares = pool_shares(threads, groups, r->kernel->entry.grain),
         };
         memcpy(list->dispatch[i].call.grid, r->grid, sizeof r->grid);
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // See pool.h.
 //
-// A phase is published by one store to `state`: (serial, chunks, next chunk).  Whoever increments `next` by
-// compare-and-swap owns that chunk, and the phase cannot end before the owner has added it to `done`; so everything that
-// describes the phase is stable while a chunk of it is owned.  A thread that sleeps or was descheduled owns nothing: the
+// A phase is published by one store to `state`: (serial, shares, next share).  Whoever increments `next` by
+// compare-and-swap owns that share, and the phase cannot end before the owner has added it to `done`; so everything that
+// describes the phase is stable while a share of it is owned.  A thread that sleeps or was descheduled owns nothing: the
 // phase ends without it, which keeps the pool fast on a machine with fewer free processors than threads.
 #if defined(__linux__)
 #define _GNU_SOURCE // pthread_setname_np
@@ -27,8 +27,8 @@
 #define SPIN_NANOSECONDS 200000
 #define SPIN_TRIES 16 // between two looks at the clock, each with a sched_yield
 
-// More chunks per thread balance better, fewer keep each one's memory contiguous.
-#define CHUNKS_PER_THREAD 16
+// More shares per thread balance better, fewer keep each one's memory contiguous.
+#define SHARES_PER_THREAD 16
 
 #define CACHE_LINE 64
 
@@ -40,7 +40,7 @@ typedef struct {
 struct cpu_worker {
     scratch free_use;
     scratch prepared;
-    // Of the running chunk, and of what `prepared` holds.
+    // Of the running share, and of what `prepared` holds.
     const cpu_call *call, *prepared_call;
     uint64_t serial, prepared_serial, prepared_tag;
     jmp_buf no_memory; // out of the running kernel
@@ -50,7 +50,7 @@ struct cpu_worker {
 };
 
 struct pool {
-    _Atomic uint64_t state; // serial << 32 | chunks << 16 | next
+    _Atomic uint64_t state; // serial << 32 | shares << 16 | next
     char state_alone[CACHE_LINE];
     _Atomic uint32_t done;
     char done_alone[CACHE_LINE];
@@ -97,32 +97,32 @@ void *cpu_prepared(cpu_worker *w, uint64_t tag, size_t bytes, int *ready) {
     return grow(w, &w->prepared, bytes ? bytes : 1);
 }
 
-static bool has_chunk(uint64_t state) { return (state & 0xffff) < (state >> 16 & 0xffff); }
+static bool has_share(uint64_t state) { return (state & 0xffff) < (state >> 16 & 0xffff); }
 
 // A kernel that finds no memory comes back here.  Not inlined: no caller's variable may live in a register meanwhile.
 static __attribute__((noinline)) void run_kernel(const pool_dispatch *d, uint32_t begin, uint32_t end, cpu_worker *w) {
     if (!_setjmp(w->no_memory)) d->run(&d->call, begin, end, w);
 }
 
-static void run_chunk(const pool_phase *phase, uint32_t chunk, uint32_t serial, cpu_worker *w) {
+static void run_share(const pool_phase *phase, uint32_t share, uint32_t serial, cpu_worker *w) {
     const pool_dispatch *d = phase->dispatch;
-    while (chunk >= d->chunks) chunk -= d++->chunks;
-    const uint32_t begin = (uint32_t)((uint64_t)d->groups * chunk / d->chunks);
-    const uint32_t end = (uint32_t)((uint64_t)d->groups * (chunk + 1) / d->chunks);
+    while (share >= d->shares) share -= d++->shares;
+    const uint32_t begin = (uint32_t)((uint64_t)d->groups * share / d->shares);
+    const uint32_t end = (uint32_t)((uint64_t)d->groups * (share + 1) / d->shares);
     if (atomic_load(&w->owner->missing)) return; // the phase has failed
     w->call = &d->call;
     w->serial = serial;
     run_kernel(d, begin, end, w);
 }
 
-// Claims and runs chunks until none is left.
+// Claims and runs shares until none is left.
 static void work(pool *p, cpu_worker *w) {
     uint64_t state = atomic_load(&p->state);
-    while (has_chunk(state)) {
+    while (has_share(state)) {
         if (!atomic_compare_exchange_weak(&p->state, &state, state + 1)) continue;
-        const uint32_t chunks = state >> 16 & 0xffff;
-        run_chunk(p->phase, state & 0xffff, (uint32_t)(state >> 32), w);
-        if (atomic_fetch_add(&p->done, 1) + 1 == chunks && atomic_load(&p->driver_sleeps)) {
+        const uint32_t shares = state >> 16 & 0xffff;
+        run_share(p->phase, state & 0xffff, (uint32_t)(state >> 32), w);
+        if (atomic_fetch_add(&p->done, 1) + 1 == shares && atomic_load(&p->driver_sleeps)) {
             pthread_mutex_lock(&p->mutex);
             pthread_cond_signal(&p->finished);
             pthread_mutex_unlock(&p->mutex);
@@ -131,9 +131,9 @@ static void work(pool *p, cpu_worker *w) {
     }
 }
 
-static bool work_or_close(pool *p) { return has_chunk(atomic_load(&p->state)) || atomic_load(&p->closing); }
+static bool work_or_close(pool *p) { return has_share(atomic_load(&p->state)) || atomic_load(&p->closing); }
 
-static bool phase_done(pool *p) { return atomic_load(&p->done) == p->phase->chunks; }
+static bool phase_done(pool *p) { return atomic_load(&p->done) == p->phase->shares; }
 
 static bool spin(pool *p, bool (*over)(pool *)) {
     const uint64_t end = device_nanoseconds() + SPIN_NANOSECONDS;
@@ -177,13 +177,13 @@ static void wake_sleepers(pool *p) {
 size_t pool_run(pool *p, const pool_phase *phase) {
     p->serial++;
     atomic_store(&p->missing, 0);
-    if (phase->chunks == 1) { // nothing to share: leave the others alone
-        run_chunk(phase, 0, p->serial, &p->worker[0]);
+    if (phase->shares == 1) { // one share: leave the others alone
+        run_share(phase, 0, p->serial, &p->worker[0]);
         return atomic_load(&p->missing);
     }
     p->phase = phase;
     atomic_store(&p->done, 0);
-    atomic_store(&p->state, (uint64_t)p->serial << 32 | (uint64_t)phase->chunks << 16);
+    atomic_store(&p->state, (uint64_t)p->serial << 32 | (uint64_t)phase->shares << 16);
     wake_sleepers(p);
     work(p, &p->worker[0]);
     wait_for_phase(p);
@@ -213,9 +213,9 @@ static void *worker_main(void *argument) {
 
 uint32_t pool_threads(const pool *p) { return p->threads; }
 
-uint32_t pool_chunks(uint32_t threads, uint32_t groups, uint32_t grain) {
+uint32_t pool_shares(uint32_t threads, uint32_t groups, uint32_t grain) {
     if (threads == 1) return 1;
-    const uint32_t worth = groups / (grain ? grain : 1), most = threads * CHUNKS_PER_THREAD;
+    const uint32_t worth = groups / (grain ? grain : 1), most = threads * SHARES_PER_THREAD;
     return worth < 1 ? 1 : worth < most ? worth : most;
 }
 

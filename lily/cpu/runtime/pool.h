@@ -13,24 +13,24 @@ typedef struct {
     cpu_kernel *run;
     cpu_call call;
     uint32_t groups;
-    uint32_t chunks; // pool_chunks(): equal ranges of the groups, each the work of one claim
+    uint32_t shares; // pool_shares(): equal ranges of the groups, each the work of one claim
 } pool_dispatch;
 
 // Dispatches that may run at the same time.
 typedef struct {
     const pool_dispatch *dispatch;
     uint32_t count;
-    uint32_t chunks; // of all dispatches, at most POOL_MAX_CHUNKS
+    uint32_t shares; // of all dispatches, at most POOL_MAX_SHARES
 } pool_phase;
 
-#define POOL_MAX_CHUNKS 0xffff
+#define POOL_MAX_SHARES 0xffff
 
 typedef struct pool pool;
 
 pool *pool_new(uint32_t threads); // driver included; NULL with errno set
 void pool_free(pool *);
 uint32_t pool_threads(const pool *);
-uint32_t pool_chunks(uint32_t threads, uint32_t groups, uint32_t grain);
+uint32_t pool_shares(uint32_t threads, uint32_t groups, uint32_t grain);
 
 // Prepares the calling thread for kernels; the driver calls it once.
 void pool_enter_thread(void);
