@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one source string that a Metal compiler gets: kernel table header, function constants, shaders in order.
 
-Everything that compiles shaders (the Metal device, the tests, the CUDA device) starts from this string.  ``#line``
+Everything that compiles shaders (the Metal device, the tests, a CUDA device to come) starts from this string.  ``#line``
 directives keep compiler messages at the file they belong to.
 """
 
