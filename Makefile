@@ -90,7 +90,7 @@ metallib: $(BASE)
 	@$(PY) tools/metallib.py
 
 clean:
-	rm -rf build dist lily_engine.egg-info lily/data lily/cpu/kernel_params.h lily/_*.c
+	rm -rf build dist lily_engine.egg-info lily/data lily/cpu/kernel_params.h
 	rm -f lily/metal/*.metallib lily/metal/metallib.stamp
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find lily tests bench \( -name '*.so' -o -name '*.dylib' -o -name '*.pyc' \) -exec rm -f {} +

@@ -197,7 +197,7 @@ def cython_modules() -> list[Extension]:
     macros = [("Py_LIMITED_API", "0x030b0000"), ("CYTHON_LIMITED_API", "1")] if LIMITED_API else []
     return [
         Extension(
-            f"lily.{source.stem}",
+            ".".join(source.relative_to(ROOT).with_suffix("").parts),
             [source.relative_to(ROOT).as_posix()],
             include_dirs=["objc_shim"],
             depends=[path.relative_to(ROOT).as_posix() for path in (ROOT / "objc_shim").glob("*.h")],
@@ -205,7 +205,7 @@ def cython_modules() -> list[Extension]:
             extra_compile_args=["-O2", "-g0", "-Wno-unused-const-variable"],
             py_limited_api=LIMITED_API,
         )
-        for source in sorted((ROOT / "lily").glob("_*.pyx"))
+        for source in sorted((ROOT / "lily").rglob("_*.pyx"))
     ]
 
 
