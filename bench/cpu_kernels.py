@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lily.device import Buffer, Device
+from lily.device.device import Buffer, Device
 from lily.kernels import KERNELS
 from lily.plan.views import Dispatch, Plan, View
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lily.config import ModelConfig
-from lily.device import Device
+from lily.checkpoint.config import ModelConfig
+from lily.device.device import Device
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
-from lily.runner import Runner
+from lily.run.runner import Runner
 from lily.sampling import SamplingParams
 
 STEPS = 500

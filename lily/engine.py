@@ -19,22 +19,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 
-from lily.chat import ChatTemplate
-from lily.checkpoint import Checkpoint
-from lily.chunks import cut
-from lily.context import SNAPSHOTS, Room, plan_context
-from lily.detokenizer import Detokenizer
-from lily.device import Buffer, choose_device, cpu_remedy
+from lily.checkpoint.checkpoint import Checkpoint
+from lily.checkpoint.resolve import resolve_model
+from lily.checks.tensor_check import open_checked
+from lily.device.device import Buffer, choose_device, cpu_remedy
+from lily.device.pipelines import compile_pipelines, pipelines
+from lily.device.weights import load_weights
 from lily.errors import DeviceError, InvalidRequestError, LilyError
 from lily.kernels import MAX_SCORE_TOP
-from lily.matrix_check import open_checked
-from lily.pipelines import compile_pipelines, pipelines
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
-from lily.resolve import resolve_model
-from lily.runner import Runner, Token
+from lily.run.budget import SNAPSHOTS, Room, plan_context
+from lily.run.chunks import cut
+from lily.run.runner import Runner, Token
 from lily.sampling import SamplingParams, check_ids, checkpoint_defaults, make_params
-from lily.stops import StopMatcher
 from lily.streaming import (
     Completion,
     Control,
@@ -45,9 +43,11 @@ from lily.streaming import (
     Timings,
     TokenLogprob,
 )
-from lily.tokenizer import Tokenizer
+from lily.text.detokenizer import Detokenizer
+from lily.text.stops import StopMatcher
+from lily.text.template import ChatTemplate
+from lily.text.tokenizer import Tokenizer
 from lily.tune import tuned_options
-from lily.weights import load_weights
 
 if TYPE_CHECKING:
     from lily.session import Session

@@ -18,7 +18,7 @@ import numpy as np
 
 from lily.errors import InvalidRequestError
 from lily.kernels import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
-from lily.stops import check_stops
+from lily.text.stops import check_stops
 
 _SEED_LIMIT = 1 << 64
 _INT_LIMIT = (1 << 31) - 1  # of the device's Request record

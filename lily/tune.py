@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lily import sysctl
 from lily._version import __version__
-from lily.device import environment_options
+from lily.device import sysctl
+from lily.device.device import environment_options
 from lily.errors import DeviceError, InvalidRequestError, LilyError
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from paths import ROOT
 
 # Before numpy is imported: its threads and those of the device would crowd each other out on two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -19,7 +20,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 pytest_plugins = ["engine_device", "metal.shim"]
 pytest.register_assert_rewrite("sampling_tests", "sampling_filter_tests")
 
-ROOT = Path(__file__).resolve().parent.parent
 _COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders
 
 # The same examples on every machine: a failure seen once is seen by everyone.

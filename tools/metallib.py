@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lily.device.shader_library import FOLDER, STAMP, VARIANTS, Variant, stamp
 from lily.msl.flatten import flatten
-from lily.shader_library import FOLDER, STAMP, VARIANTS, Variant, stamp
 
 XCRUN = ("xcrun", "-sdk", "macosx", "metal")
 NOT_NEEDED = "it is not needed: Lily compiles its shaders when it opens the GPU"

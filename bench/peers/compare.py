@@ -47,7 +47,7 @@ class Worker:
 
 def minimum_bytes(model: Path, context: int) -> int:
     """Bytes that one decoded token must read and write, from the plan of the model."""
-    from lily.config import ModelConfig
+    from lily.checkpoint.config import ModelConfig
     from lily.plan.report import plan_report
     from lily.policy import policy_for
 

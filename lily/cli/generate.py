@@ -90,7 +90,7 @@ def describe(console: Console, engine: Engine) -> None:
 
 def statistics(console: Console, completion: Completion) -> None:
     """The lines that users of mlx-lm know."""
-    from lily.host_memory import peak_bytes
+    from lily.device.host_memory import peak_bytes
 
     t = completion.timings
     cached = f" ({completion.cached_tokens} cached)" if completion.cached_tokens else ""
@@ -116,7 +116,7 @@ def _reply(
 
 
 def _result(engine: Engine, completion: Completion, seed: int) -> dict[str, Any]:
-    from lily.host_memory import peak_bytes
+    from lily.device.host_memory import peak_bytes
 
     result = asdict(completion)
     if completion.logprobs is not None:

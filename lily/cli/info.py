@@ -17,8 +17,8 @@ from lily.cli.options import EngineFlags, console_options, engine_options
 from lily.errors import LilyError
 
 if TYPE_CHECKING:
-    from lily.checkpoint import Checkpoint
-    from lily.context import Room
+    from lily.checkpoint.checkpoint import Checkpoint
+    from lily.run.budget import Room
 
 _PACKAGES = ("numpy", "tokenizers", "click", "jinja2", "huggingface_hub")
 
@@ -32,7 +32,7 @@ def info(console: Console, flags: EngineFlags, as_json: bool) -> None:
 
     Reads a checkpoint's headers, not its weights. What does not work is said, and makes the exit code 1.
     """
-    from lily.resolve import hub_cache
+    from lily.checkpoint.resolve import hub_cache
 
     report: dict[str, Any] = {"lily": __version__, "python": platform.python_version(), "platform": platform.platform()}
     report["packages"] = {name: _version(name) for name in _PACKAGES}
@@ -62,11 +62,11 @@ def _version(package: str) -> str | None:
 
 
 def _model(flags: EngineFlags, room: Room | None) -> dict[str, Any]:
-    from lily.chat import ChatTemplate
-    from lily.checkpoint import Checkpoint
-    from lily.resolve import resolve_model
+    from lily.checkpoint.checkpoint import Checkpoint
+    from lily.checkpoint.resolve import resolve_model
     from lily.sampling import SamplingParams, checkpoint_defaults
-    from lily.tokenizer import Tokenizer
+    from lily.text.template import ChatTemplate
+    from lily.text.tokenizer import Tokenizer
 
     found = resolve_model(flags.model)
     with Checkpoint.open(found.path) as checkpoint:
@@ -101,7 +101,7 @@ def _model(flags: EngineFlags, room: Room | None) -> dict[str, Any]:
 
 def _quantization(checkpoint: Checkpoint) -> dict[str, int]:
     """Bits and group size in words -> number of modules."""
-    from lily.expected import quantized_modules
+    from lily.checkpoint.tensors import quantized_modules
 
     counts: dict[str, int] = {}
     for module in quantized_modules(checkpoint.config):
@@ -113,10 +113,10 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, int]:
 
 def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, room: Room | None) -> dict[str, Any]:
     """The context that an engine would have here, and the memory for it."""
-    from lily.context import plan_context
-    from lily.device import choose_device
+    from lily.device.device import choose_device
     from lily.plan.weights_map import map_weights
     from lily.policy import policy_for
+    from lily.run.budget import plan_context
 
     config = checkpoint.config
     policy = policy_for(choose_device(flags.device), flags.ablate)
@@ -133,9 +133,9 @@ def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, room: Room |
 
 def _device(flags: EngineFlags) -> tuple[dict[str, Any], Room]:
     """What the device that an engine would open says about itself, and the memory it has."""
-    from lily.context import Room
-    from lily.device import choose_device
-    from lily.matrix_check import open_checked
+    from lily.checks.tensor_check import open_checked
+    from lily.device.device import choose_device
+    from lily.run.budget import Room
 
     name = choose_device(flags.device)
     options = {"threads": flags.threads} if name == "cpu" else _tuned(flags.model, name)
@@ -145,7 +145,7 @@ def _device(flags: EngineFlags) -> tuple[dict[str, Any], Room]:
 
 def _tuned(model: str | None, device: str) -> dict[str, str]:
     """What `lily tune` chose for the model; nothing for a model that is not here."""
-    from lily.resolve import resolve_model
+    from lily.checkpoint.resolve import resolve_model
     from lily.tune import tuned_options
 
     try:

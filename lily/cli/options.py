@@ -86,7 +86,7 @@ class SamplingFlags:
 
 def _require_build() -> None:
     """DeviceError in a checkout that was not built."""
-    if importlib.util.find_spec("lily._submit") is None:
+    if importlib.util.find_spec("lily.run._submit") is None:
         raise DeviceError("Lily's compiled modules are missing: build them with `make build`")
 
 

@@ -13,7 +13,7 @@ from lily.cli.console import Console
 from lily.cli.options import DEVICES, ablate_option, console_options
 
 if TYPE_CHECKING:
-    from lily.config import ModelConfig
+    from lily.checkpoint.config import ModelConfig
     from lily.plan.report import Phase
 
 _COLUMNS = "{level:>5}  {label:<34} {kernel:<20} {grid:<16} {mb:>10}"
@@ -52,8 +52,8 @@ def plan(
 
 def _config(spec: str | None) -> tuple[str, ModelConfig]:
     """(name, config); of a folder only its config.json is needed."""
-    from lily.config import ModelConfig
-    from lily.resolve import resolve_model
+    from lily.checkpoint.config import ModelConfig
+    from lily.checkpoint.resolve import resolve_model
 
     path = Path(spec) if spec else None
     if path is None or not path.exists():

@@ -51,7 +51,7 @@ def reply_start(prompt: str, reply: str) -> str:
 
     A reply that itself opens with <think> continues the reasoning.
     """
-    from lily.chat import starts_in_reasoning
+    from lily.text.template import starts_in_reasoning
 
     if not starts_in_reasoning(prompt):
         return reply

@@ -20,8 +20,8 @@ def pull(console: Console, model: str) -> None:
 
     Only the files that Lily reads; what is there already is not downloaded again. Writes the model's folder.
     """
-    from lily.hub import pull as download
-    from lily.resolve import parse_hub_model
+    from lily.checkpoint.hub import pull as download
+    from lily.checkpoint.resolve import parse_hub_model
 
     try:
         parse_hub_model(model)

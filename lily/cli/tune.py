@@ -30,8 +30,8 @@ def tune(console: Console, flags: EngineFlags, rounds: int, tokens: int, as_json
     The model is loaded several times and decodes with each option in turn. What is faster beyond the noise is kept and
     used from then on, with this model, chip, macOS and version of Lily. Close other programs first.
     """
-    from lily.device import choose_device
-    from lily.resolve import resolve_model
+    from lily.checkpoint.resolve import resolve_model
+    from lily.device.device import choose_device
     from lily.tune import OPTIONS, measure, remember
 
     device = choose_device(flags.device)

@@ -4,9 +4,9 @@
     report = examine("auto")      # plain data, the document that --json writes
     print(render(report))         # the same for people
 
-machine.py, paths.py say what is here and what is chosen; cases.py, inputs.py, values.py make a dispatch of every kernel
-with its inputs; runs.py runs them, check.py compares two devices; limits.py, measure.py, generation.py measure;
-examiner.py goes through all of it, examination.py makes one document of it; report.py makes text of that.
+machine.py, paths.py say what is here and what is chosen; ``lily/checks`` holds every kernel against a reference;
+ceilings.py, measure.py, generation.py measure; examiner.py goes through all of it, examination.py makes one document of
+it; report.py makes text of that.
 """
 
 from lily.doctor.examination import SCHEMA, examine

@@ -11,17 +11,17 @@ from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from typing import Any
 
-from lily.device import Device, choose_device
+from lily.checks.cases import MATRIX_KERNELS, MEASURED, SIZES, Case, cases, reference_policy
+from lily.checks.check import check
+from lily.checks.runs import Bench
+from lily.checks.tensor_check import open_checked
+from lily.device.device import Device, choose_device
+from lily.device.pipelines import compile_pipelines, pipelines_of
 from lily.doctor import paths
-from lily.doctor.cases import MATRIX_KERNELS, MEASURED, SIZES, Case, cases, reference_policy
-from lily.doctor.check import check
+from lily.doctor.ceilings import greatest, limits
 from lily.doctor.generation import generation
-from lily.doctor.limits import greatest, limits
 from lily.doctor.measure import measure, share
-from lily.doctor.runs import Bench
 from lily.errors import DeviceError, LilyError
-from lily.matrix_check import open_checked
-from lily.pipelines import compile_pipelines, pipelines_of
 from lily.policy import policy_for
 
 MEASURED_UNTIL = 80.0  # seconds from the start; kernels after that are skipped: two minutes are the most it may take

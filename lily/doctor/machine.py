@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lily import sysctl
 from lily._version import __version__
-from lily.host_memory import available_bytes
+from lily.device import sysctl
+from lily.device.host_memory import available_bytes
 from lily.kernels import c_header
 
 _CPUINFO = Path("/proc/cpuinfo")

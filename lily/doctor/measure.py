@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from lily.doctor import limits
-from lily.doctor.cases import MATRIX_KERNELS, Case, numbers
-from lily.doctor.inputs import make_inputs
-from lily.doctor.limits import device_seconds, median_seconds
-from lily.doctor.runs import Bench, lacks_room, nbytes
-from lily.doctor.values import Array, encoded
+from lily.checks.cases import MATRIX_KERNELS, Case, numbers
+from lily.checks.inputs import make_inputs
+from lily.checks.runs import Bench, lacks_room, nbytes
+from lily.checks.values import Array, encoded
+from lily.doctor import ceilings
+from lily.doctor.ceilings import device_seconds, median_seconds
 from lily.errors import DeviceError
 
 _LARGE = 256 << 10  # bytes of an argument that a cache might hold from one dispatch to the next
@@ -33,7 +33,7 @@ _TIMED = frozenset(
 
 def measure(case: Case, bench: Bench) -> dict[str, Any]:
     """Seconds of a dispatch, bytes or operations a second, and which limit binds it: memory, matrix, or none."""
-    no_room = lacks_room(3 * nbytes(case.tested) + 2 * limits.ARENA)
+    no_room = lacks_room(3 * nbytes(case.tested) + 2 * ceilings.ARENA)
     if no_room:
         return {"status": "skipped", "text": no_room}
     try:
@@ -88,7 +88,7 @@ def _seconds(case: Case, bench: Bench) -> float:
 def _repeats(case: Case) -> int:
     """As many copies as the arena has room for; experts that are chosen anew need no copy."""
     large = sum(v.nbytes for v in case.tested.views if v.nbytes >= _LARGE)
-    return _REPEATS if case.kernel in _CHOOSES or not large else max(1, min(_COPIES, limits.ARENA // large))
+    return _REPEATS if case.kernel in _CHOOSES or not large else max(1, min(_COPIES, ceilings.ARENA // large))
 
 
 def _varied(case: Case, bench: Bench, first: dict[str, Array], turn: int) -> dict[str, Array]:

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lily.device import ABI_VERSION, Device, choose_device, library_path
-from lily.doctor.cases import ROUNDING_ISAS
+from lily.checks.cases import ROUNDING_ISAS
+from lily.device.device import ABI_VERSION, Device, choose_device, library_path
 from lily.doctor.machine import fingerprint
 from lily.errors import DeviceError
 from lily.msl.flatten import flatten
 from lily.units import gb
 
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parents[1]
 
 _VARIABLES = (
     "LILY_CPU", "LILY_METAL", "LILY_METAL_CAPTURE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "MTL_CAPTURE_ENABLED",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lily.config import ModelConfig
+from lily.checkpoint.config import ModelConfig
 from lily.errors import InvalidRequestError
 from lily.kernels import KERNELS
 from lily.plan import legal

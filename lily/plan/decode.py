@@ -6,7 +6,7 @@ Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
 
 from __future__ import annotations
 
-from lily.config import ModelConfig
+from lily.checkpoint.config import ModelConfig
 from lily.plan import ablations, prefill
 from lily.plan.builder import Builder, groups
 from lily.plan.views import Plan, View

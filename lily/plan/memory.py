@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lily import structs
-from lily.config import FULL_ATTENTION, ModelConfig
+from lily.checkpoint.config import FULL_ATTENTION, ModelConfig
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS, OUTPUT_RING
 from lily.plan.views import View
 from lily.plan.weights_map import WeightsMap, align

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lily.config import ModelConfig
+from lily.checkpoint.config import ModelConfig
 from lily.plan.builder import Builder, groups
 from lily.plan.expanded import expanded_experts
 from lily.plan.tiles import GEMM_THREADS, Tile

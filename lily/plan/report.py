@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lily.config import LINEAR_ATTENTION, ModelConfig
+from lily.checkpoint.config import LINEAR_ATTENTION, ModelConfig
+from lily.checkpoint.tensors import expected_tensors
 from lily.errors import InvalidRequestError
-from lily.expected import expected_tensors
 from lily.plan.builder import Builder, check_rows
 from lily.plan.decode import decode_plan
 from lily.plan.memory import kv_token_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lily.config import FULL_ATTENTION, ModelConfig, QuantSpec
+from lily.checkpoint.config import FULL_ATTENTION, ModelConfig, QuantSpec
 from lily.errors import CheckpointError
 from lily.plan.views import View
 from lily.policy import Policy

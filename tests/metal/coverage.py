@@ -17,7 +17,7 @@ from pathlib import Path
 from metal import toolchain
 from metal.toolchain import Missing
 
-TESTS = "test_metal_shim_*.py", "test_metal_replay.py"
+TESTS = "shim/test_metal_shim_*.py", "shim/test_metal_replay.py"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from unittest import mock
 
 from metal.standin import Standin, emulate, require_standin
 
-from lily import device as device_module
+from lily.device import device as device_module
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from metal.coverage import summary
 from metal.engine import emulated_metal
 from metal.standin import Standin, require_standin
 
-from lily.device import Buffer, CommandList, Device, _Arg, _U32x3, pack_params
+from lily.device.device import Buffer, CommandList, Device, _Arg, _U32x3, pack_params
 from lily.kernels import KERNELS
 from lily.plan.views import Dispatch, Plan, View
 

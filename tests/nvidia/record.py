@@ -19,11 +19,11 @@ from typing import Any
 import msl_harness
 import numpy as np
 import pytest
-from conftest import ROOT
 from kernel_calls import Call
 from msl_build import shader_source
+from paths import ROOT
 
-from lily.device import pack_params
+from lily.device.device import pack_params
 from lily.kernels import KERNELS
 from lily.msl.cuda import cuda_source
 from lily.msl.flatten import constant_name

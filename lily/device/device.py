@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python's side of a device library (objc_shim/lily_device.h): buffers, kernels, recorded lists, submission.
+
+Loading, recording and small transfers happen here, through ctypes.  The per-token loop does not: it calls the same
+functions by pointer (``lily/_submit.pyx``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import struct
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from lily.device.shader_library import shader_options
+from lily.errors import DeviceError
+from lily.kernels import Kernel
+from lily.msl.flatten import flatten
+from lily.plan.views import Plan
+
+ABI_VERSION = 1
+OK, EINVAL, ENOMEM, ENOTFOUND, EFAILED, ETIMEOUT, ELOST = range(7)
+_SLICE = 50_000_000  # nanoseconds
+_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+_LIBRARIES = {"cpu": Path(__file__).parents[1] / f"cpu/liblily_cpu.{_SUFFIX}"}
+if sys.platform == "darwin":
+    _LIBRARIES["metal"] = Path(__file__).parents[1] / f"metal/liblily_metal.{_SUFFIX}"
+
+
+class _Arg(ctypes.Structure):
+    _fields_ = (("buffer", ctypes.c_void_p), ("offset", ctypes.c_uint64))
+
+
+_P, _U32, _U64, _INT = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
+_OUT = ctypes.POINTER(ctypes.c_void_p)
+_U32x3 = ctypes.c_uint32 * 3
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "lily_abi_version": (_U32, []),
+    "lily_open": (_INT, [ctypes.c_char_p, _OUT, ctypes.c_char_p, ctypes.c_size_t]),
+    "lily_close": (None, [_P]),
+    "lily_error": (ctypes.c_char_p, [_P]),
+    "lily_info": (_INT, [_P, ctypes.c_char_p, ctypes.c_size_t]),
+    "lily_buffer_new": (_INT, [_P, _U64, _OUT]),
+    "lily_buffer_free": (None, [_P]),
+    "lily_buffer_contents": (_P, [_P]),
+    "lily_kernel_get": (_INT, [_P, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32), _U32, _OUT]),
+    "lily_kernel_fit": (_INT, [_P, _U32]),
+    "lily_list_new": (_INT, [_P, _OUT]),
+    "lily_list_free": (None, [_P]),
+    "lily_list_dispatch": (
+        _INT,
+        [_P, _P, ctypes.POINTER(_Arg), _U32, ctypes.c_char_p, _U32, _U32x3, _U32x3, _INT],
+    ),
+    "lily_list_end": (_INT, [_P]),
+    "lily_submit": (_INT, [_P, ctypes.POINTER(ctypes.c_void_p), _U32, ctypes.POINTER(_U64)]),
+    "lily_completed": (_U64, [_P]),
+    "lily_wait": (_INT, [_P, _U64, _U64]),
+    "lily_seconds": (ctypes.c_double, [_P, _U64]),
+}
+
+
+def choose_device(name: str) -> str:
+    """The device that ``auto`` stands for on this machine, metal on macOS; other names as they are."""
+    if name != "auto":
+        return name
+    return "metal" if "metal" in _LIBRARIES else "cpu"
+
+
+@contextmanager
+def cpu_remedy(name: str) -> Iterator[None]:
+    """Within it, a DeviceError of what ``auto`` chose says how to do without: nothing else is tried in silence."""
+    try:
+        yield
+    except DeviceError as error:
+        if name != "auto" or choose_device(name) == "cpu" or "--device cpu" in str(error):
+            raise
+        raise DeviceError(f"{error}; to run without the GPU choose the cpu device (--device cpu)") from None
+
+
+def open_device(name: str, **options: Any) -> Device:
+    """Opens ``name``, or what ``auto`` stands for."""
+    with cpu_remedy(name):
+        return Device(choose_device(name), **options)
+
+
+def library_path(device: str) -> Path:
+    """Where the library of ``device`` is installed; DeviceError if there is none for this platform."""
+    if device not in _LIBRARIES:
+        raise DeviceError(f"there is no {device!r} device in this build; available: {', '.join(_LIBRARIES)}")
+    path = _LIBRARIES[device]
+    if not path.exists():
+        raise DeviceError(f"the library of the {device!r} device is missing ({path.name}): build it with `make build`")
+    return path
+
+
+def environment_options(device: str) -> dict[str, object]:
+    """Options from LILY_METAL="key=value key=value": what a user may want to try on one GPU, and what tests need."""
+    text = os.environ.get("LILY_METAL", "") if device == "metal" else ""
+    form = "it takes key=value, separated by spaces (objc_shim/README.md)"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise DeviceError(f"LILY_METAL={text} cannot be read ({error}); {form}") from None
+    wrong = next((word for word in words if "=" not in word), None)
+    if wrong is not None:
+        raise DeviceError(f"LILY_METAL holds {wrong!r}; {form}")
+    return {key: value for key, _, value in (word.partition("=") for word in words)}
+
+
+@contextmanager
+def _shaders(device: str, given: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """The option that hands the Metal device its shaders, in a file that exists while the device opens."""
+    if device != "metal" or "source" in given:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="lily-") as folder:
+        source, text = Path(folder, "shaders.metal"), flatten()
+        source.write_text(text, encoding="utf-8")
+        yield {"source": source, **shader_options(text)}
+
+
+def _load(path: Path) -> Any:
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise DeviceError(f"{path.name} cannot be loaded: {error}") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    if lib.lily_abi_version() != ABI_VERSION:
+        raise DeviceError(
+            f"{path.name} speaks version {lib.lily_abi_version()} of the device interface, expected {ABI_VERSION}: "
+            "rebuild it with `make build`"
+        )
+    return lib
+
+
+class Buffer:
+    """Memory that host and device share. ``array`` views it; the view dies with the buffer."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        self.handle = device._new("lily_buffer_new", max(nbytes, 16))
+        self.address: int = device.lib.lily_buffer_contents(self.handle)
+        raw: Any = (ctypes.c_uint8 * max(nbytes, 16)).from_address(self.address)
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(raw, np.uint8)[:nbytes]
+
+    def array(self, dtype: Any, count: int = -1) -> np.ndarray[Any, Any]:
+        """The contents as ``dtype``."""
+        size = np.dtype(dtype).itemsize
+        count = self.nbytes // size if count < 0 else count
+        return np.ndarray((count,), dtype, self.bytes.data)
+
+    def free(self) -> None:
+        """Gives the memory back; nothing submitted may still use it."""
+        if self.handle:
+            handle, self.handle, self.nbytes = self.handle, 0, 0
+            self.device.lib.lily_buffer_free(handle)
+            self.bytes = np.empty(0, np.uint8)
+
+
+class CommandList:
+    """A recorded plan, to be submitted any number of times."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+        self.handle = device._new("lily_list_new")
+
+    def free(self) -> None:
+        """Gives the list back; none of its submissions may be unfinished."""
+        if self.handle:
+            handle, self.handle = self.handle, 0
+            self.device.lib.lily_list_free(handle)
+
+
+class Device:
+    """An open device. Errors of the library are raised as DeviceError."""
+
+    def __init__(self, name: str, *, library: Path | None = None, **options: object) -> None:
+        """Opens ``name`` with options (for cpu: threads, isa, null; for metal: objc_shim/README.md)."""
+        self.name = name
+        self.notes: dict[str, str] = {}  # what the host found out about it
+        self.lib = _load(library or library_path(name))
+        options = environment_options(name) | options
+        handle, message = ctypes.c_void_p(), ctypes.create_string_buffer(16384)
+        with _shaders(name, options) as shaders:
+            text = "\n".join(f"{k}={v}" for k, v in (shaders | options).items() if v is not None)
+            code = self.lib.lily_open(text.encode(), ctypes.byref(handle), message, len(message))
+        if code != OK:
+            raise DeviceError(message.value.decode("utf-8", "replace"))
+        self.handle = handle.value or 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for everything submitted and closes; repeated calls do nothing."""
+        if self.handle:
+            handle, self.handle = self.handle, 0
+            self.lib.lily_close(handle)
+
+    def _new(self, function: str, *arguments: Any) -> int:
+        """Handle of a new object from a function whose last argument receives it."""
+        handle = ctypes.c_void_p()
+        self._check(getattr(self.lib, function)(self.handle, *arguments, ctypes.byref(handle)))
+        return handle.value or 0
+
+    def _check(self, code: int) -> None:
+        if code == OK:
+            return
+        text = self.lib.lily_error(self.handle)
+        message = text.decode("utf-8", "replace") if text else f"error {code}"
+        raise DeviceError(f"{self.name} device: {message}", again=code == EFAILED)
+
+    @property
+    def info(self) -> dict[str, str | int]:
+        """What the library says about itself: name, isa, threads, bytes of memory …; and ``notes``."""
+        out = ctypes.create_string_buffer(4096)
+        self._check(self.lib.lily_info(self.handle, out, len(out)))
+        lines = out.value.decode("utf-8", "replace").splitlines()
+        pairs = (line.split("=", 1) for line in lines if "=" in line)
+        return {key: int(value) if value.isdigit() else value for key, value in pairs} | self.notes
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """New zero-filled shared memory."""
+        return Buffer(self, nbytes)
+
+    def kernel(self, kernel: Kernel, constants: Iterable[int] = (), threads: int = 0) -> int:
+        """Handle of a kernel of the table, specialised; DeviceError if this device has none.
+
+        With ``threads`` all is compiled that groups of that size need. Any thread may call this, several at once too.
+        """
+        values = list(constants)
+        array = (ctypes.c_int32 * max(len(values), 1))(*values)
+        handle = self._new("lily_kernel_get", kernel.name.encode(), array, len(values))
+        if threads:
+            self._check(self.lib.lily_kernel_fit(handle, threads))
+        return handle
+
+    def record(self, plan: Plan, buffers: Mapping[str, Buffer]) -> CommandList:
+        """Records ``plan`` with its buffer names bound to ``buffers``."""
+        for name, size in plan.buffers.items():
+            if name not in buffers or buffers[name].nbytes < size:
+                have = buffers[name].nbytes if name in buffers else 0
+                raise DeviceError(f"plan {plan.name} needs {size} bytes in buffer {name!r}, bound are {have}")
+        out = CommandList(self, plan.name)
+        try:
+            for d in plan.dispatches:
+                args = (_Arg * len(d.views))(*(_Arg(buffers[v.buffer].handle, v.offset) for v in d.views))
+                params = pack_params(d.kernel, d.params)
+                self._check(
+                    self.lib.lily_list_dispatch(
+                        out.handle, self.kernel(d.kernel, d.constants), args, len(d.views), params, len(params),
+                        _U32x3(*d.grid), _U32x3(*d.threads), d.barrier,
+                    )
+                )  # fmt: skip
+            self._check(self.lib.lily_list_end(out.handle))
+        except BaseException:
+            out.free()
+            raise
+        return out
+
+    def submit(self, lists: Iterable[CommandList]) -> int:
+        """Queues the lists; returns the ticket to wait for."""
+        handles = [item.handle for item in lists]
+        array = (ctypes.c_void_p * len(handles))(*handles)
+        ticket = ctypes.c_uint64()
+        self._check(self.lib.lily_submit(self.handle, array, len(handles), ctypes.byref(ticket)))
+        return ticket.value
+
+    def wait(self, ticket: int, timeout: float | None = None) -> bool:
+        """Whether ``ticket`` finished within ``timeout`` seconds; DeviceError if it failed. Releases the GIL.
+
+        Without a timeout it waits in slices, so that Ctrl-C breaks in.
+        """
+        nanoseconds = _SLICE if timeout is None else int(timeout * 1e9)
+        while (code := self.lib.lily_wait(self.handle, ticket, nanoseconds)) == ETIMEOUT:
+            if timeout is not None:
+                return False
+        self._check(code)
+        return True
+
+    def seconds(self, ticket: int) -> float:
+        """Device time of a recent ticket; negative if unknown."""
+        return float(self.lib.lily_seconds(self.handle, ticket))
+
+    def function(self, name: str) -> int:
+        """Address of one of the library's functions, for calls from Cython."""
+        address = ctypes.cast(getattr(self.lib, name), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+
+_FORMATS = {"u32": "I", "i32": "i", "f32": "f"}
+
+
+def pack_params(kernel: Kernel, values: Iterable[int | float]) -> bytes:
+    """The kernel's parameter struct."""
+    return struct.pack("<" + "".join(_FORMATS[t] for _, t in kernel.params), *values)

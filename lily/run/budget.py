@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a context fits: weights, state, scratch and snapshots first, the KV cache into what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lily.checkpoint.config import ModelConfig
+from lily.device.device import Device
+from lily.device.host_memory import available_bytes
+from lily.errors import DeviceError, InvalidRequestError
+from lily.plan import Builder, decode_plan, prefill_plan
+from lily.plan.memory import MemorySum, memory_sum
+from lily.plan.weights_map import WeightsMap
+from lily.policy import Policy
+from lily.units import gb
+
+SNAPSHOTS = 4
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a device may hold: bytes in all and in one buffer, and how a user gets more."""
+
+    total: int
+    buffer: int
+    remedy: str = "close other programs or use a smaller model"
+
+    @classmethod
+    def of(cls, device: Device) -> Room:
+        """The room of an open device; the cpu device has what the machine has left."""
+        if device.name == "cpu":
+            return cls(available_bytes(), 1 << 62)
+        info = device.info
+        remedy = "use a smaller model"
+        if device.name == "metal":
+            remedy += ", or let the GPU use more of this Mac's memory (sudo sysctl iogpu.wired_limit_mb=MEGABYTES)"
+        return cls(int(info.get("memory", available_bytes())), int(info.get("max_buffer", 1 << 62)), remedy)
+
+
+def plan_context(
+    config: ModelConfig, policy: Policy, weights: WeightsMap, *, room: Room, max_context: int | None = None,
+    name: str = "the model",
+) -> tuple[int, MemorySum]:  # fmt: skip
+    """(tokens of the context, memory it needs) when ``room`` is there; ``max_context`` asks for so many tokens.
+
+    Raises InvalidRequestError beyond the model's limit, and DeviceError with the sum if it cannot fit.
+    """
+    scratch = largest_scratch(config, policy, weights, max_context or config.max_position_embeddings)
+
+    def needed(tokens: int) -> MemorySum:
+        return memory_sum(config, policy, weights, capacity=tokens, scratch=scratch, snapshots=SNAPSHOTS)
+
+    limit = config.max_position_embeddings
+    if max_context is not None and not 2 <= max_context <= limit:
+        raise InvalidRequestError(f"max_context is {max_context}; allowed are 2 to {limit} for this model")
+    fixed = needed(0)
+    per_token = needed(1).total - fixed.total  # KV rows and what counts tokens
+    largest = max(weights.buffers.values())
+    if largest > room.buffer:
+        raise DeviceError(
+            f"{name} does not fit: one layer's weights take {gb(largest)}, a buffer of this GPU holds "
+            f"{gb(room.buffer)}; {room.remedy}"
+        )
+    fits = (room.total - fixed.total) // per_token
+    if fits < (max_context or 1):
+        want = needed(max_context or 1)
+        raise DeviceError(
+            f"{name} does not fit: it needs {gb(want.total)} (weights {gb(want.weights)}, state {gb(want.state)}, "
+            f"KV cache {gb(want.kv)}, scratch {gb(want.scratch)}, snapshots {gb(want.snapshots)}), "
+            f"{gb(room.total)} are available; " + ("use a smaller max_context" if fits >= 1 else room.remedy)
+        )
+    tokens = max_context or min(limit, fits)
+    return tokens, needed(tokens)
+
+
+def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, capacity: int) -> int:
+    """Scratch bytes of the plan that needs most: a full chunk, the scoring of one, or decode at full capacity."""
+
+    def builder(rows: int) -> Builder:
+        return Builder(config, policy, rows=rows, capacity=capacity, weights=weights)
+
+    rows = policy.buckets[-1]
+    plans = decode_plan(builder(1)), prefill_plan(builder(rows)), prefill_plan(builder(rows), score_top=0)
+    return max(plan.scratch_bytes for plan in plans)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop strings, matched on streamed text.
+
+Not handled: stop ids (the device sees those), and which part of a reply (reasoning, content) is searched: the caller
+pushes what is to be searched. Text is compared character by character, without Unicode normalisation.
+"""
+
+from collections.abc import Sequence
+
+from lily.errors import InvalidRequestError
+
+MAX_STOPS = 32
+MAX_STOP_CHARS = 1024
+
+
+def check_stops(stops: object) -> tuple[str, ...]:
+    """The stop strings of a request, without repetitions. Raises InvalidRequestError for what cannot be matched."""
+    if stops is None:
+        return ()
+    if isinstance(stops, str):
+        stops = (stops,)
+    if not isinstance(stops, (list, tuple)):
+        raise InvalidRequestError(f"stop must be a string or a list of strings, seen {type(stops).__name__}")
+    for index, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise InvalidRequestError(f"stop[{index}] must be a string, seen {type(stop).__name__}")
+        if not stop:
+            raise InvalidRequestError(f"stop[{index}] is empty; a stop string needs at least one character")
+        if len(stop) > MAX_STOP_CHARS:
+            raise InvalidRequestError(f"stop[{index}] has {len(stop):,} characters; at most {MAX_STOP_CHARS:,} allowed")
+    unique = tuple(dict.fromkeys(stops))
+    if len(unique) > MAX_STOPS:
+        raise InvalidRequestError(f"{len(unique)} stop strings given; at most {MAX_STOPS} are allowed")
+    return unique
+
+
+class StopMatcher:
+    """Passes the text of one reply through up to the first stop string.
+
+    The match that *starts* first wins, so the text that comes out is the whole text cut at the first place where any
+    stop string stands, however it is chopped. To be sure of that, a match waits while another one that would start
+    earlier is still possible. Text is held back only while it may be the beginning of a stop string.
+
+    stopped: a stop string was found. matched: that string (of several at the same place, the shortest), else None.
+    """
+
+    def __init__(self, stops: str | Sequence[str] | None) -> None:
+        self._stops = check_stops(stops)
+        self._first_chars = {stop[0] for stop in self._stops}
+        self._held = ""
+        self.matched: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched is not None
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may be shown, stopped). After a stop: ("", True)."""
+        if self.stopped:
+            return "", True
+        if not self._held and self._first_chars.isdisjoint(text):  # the usual token, at a quarter of the time
+            return text, False
+        text = self._held + text
+        match_start, match = self._first_match(text)
+        unfinished_start = min((_unfinished_start(text, stop) for stop in self._stops), default=len(text))
+        if match is not None and match_start <= unfinished_start:
+            return self._stop(text[:match_start], match)
+        self._held = text[unfinished_start:]
+        return text[:unfinished_start], False
+
+    def flush(self) -> str:
+        """The text still held back, at the end of the reply.
+
+        A complete match may be in it, that waited for one starting earlier: then `stopped` is true from now on.
+        """
+        held, self._held = self._held, ""
+        match_start, match = self._first_match(held)
+        return held if match is None else self._stop(held[:match_start], match)[0]
+
+    def _stop(self, shown: str, match: str) -> tuple[str, bool]:
+        self._held = ""
+        self.matched = match
+        return shown, True
+
+    def _first_match(self, text: str) -> tuple[int, str | None]:
+        found = ((text.find(stop), len(stop), stop) for stop in self._stops)
+        start, _, stop = min((hit for hit in found if hit[0] >= 0), default=(len(text), 0, None))
+        return start, stop
+
+
+def _unfinished_start(text: str, stop: str) -> int:
+    """Where the longest end of `text` begins that `stop` begins with but goes beyond; len(text) if there is none."""
+    for start in range(max(0, len(text) - len(stop) + 1), len(text)):
+        if stop.startswith(text[start:]):
+            return start
+    return len(text)

@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats: golden prompts of the real template, the table of message forms, and templates that fail."""
+
+import copy
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import EMBEDDED
+
+from lily.errors import CheckpointError, InvalidRequestError
+from lily.text.template import ChatTemplate, normalise_messages, starts_in_reasoning
+from lily.text.tokenizer import Tokenizer
+
+REAL = Path(os.environ["LILY_TEST_DATA"]) / "tokenizer" if "LILY_TEST_DATA" in os.environ else None
+
+needs_real = pytest.mark.skipif(REAL is None, reason="LILY_TEST_DATA is not set: no real chat template")
+
+# Refuses what the real template refuses, in the same words, so that these cases run without it.
+STRICT = """
+{%- if not messages %}{{ raise_exception('No messages provided.') }}{% endif %}
+{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}
+    {{- raise_exception('No user query found in messages.') }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'system' and not loop.first %}
+        {{- raise_exception('System message must be at the beginning.') }}
+    {%- endif %}
+    {{- '[' + m.role + ':' + m.content + ']' }}
+{%- endfor %}
+"""
+
+S = {"role": "system", "content": "S"}
+U = {"role": "user", "content": "U"}
+A = {"role": "assistant", "content": "A"}
+T = {"role": "tool", "content": "T"}
+
+
+@cache
+def real() -> ChatTemplate:
+    assert REAL is not None
+    return ChatTemplate.from_dir(REAL)
+
+
+@cache
+def embedded() -> ChatTemplate:
+    return ChatTemplate.from_dir(EMBEDDED)
+
+
+def call(arguments: Any = ..., name: Any = "f") -> dict[str, Any]:
+    function = {"name": name} if arguments is ... else {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def contents(*messages: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in normalise_messages(messages)]
+
+
+# The real template.
+
+
+@needs_real
+def test_real_template_gives_the_golden_chats_and_ids() -> None:
+    assert REAL is not None
+    entries = json.loads((REAL / "golden.json").read_text(encoding="utf-8"))["chat"]
+    tokenizer = Tokenizer.from_dir(REAL, 248_320)
+    assert len(entries) == 8
+    for entry in entries:
+        prompt = real().render(
+            entry["messages"],
+            tools=entry.get("tools"),
+            add_generation_prompt=entry.get("add", True),
+            **entry.get("kw", {}),
+        )
+        assert prompt == entry["text"], entry["name"]
+        assert tokenizer.encode(prompt) == entry["ids"], entry["name"]
+
+
+@needs_real
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([S], "No user query found in messages."),
+        ([S, A], "No user query found in messages."),
+        ([T], "No user query found in messages."),
+        ([], "messages is empty"),
+    ],
+)
+def test_real_template_refuses_in_its_own_words(messages: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        real().render(messages)
+
+
+@needs_real
+@pytest.mark.parametrize("messages", [[S, S, U], [S, U, A, S, U], [{**S, "role": "developer"}, U], [S, U, A, S]])
+def test_real_template_accepts_system_messages_anywhere(messages: list[dict[str, Any]]) -> None:
+    prompt = real().render(messages, add_generation_prompt=False)
+    assert prompt.startswith("<|im_start|>system\nS")
+    assert prompt.count("S") == sum(message["content"] == "S" for message in messages)
+
+
+@needs_real
+def test_real_template_renders_argument_strings_as_it_renders_mappings() -> None:
+    arguments = {"city": "Plzeň", "days": 2, "deep": {"x": [1, None, True]}}
+    chats = [[U, call(form), T] for form in (arguments, json.dumps(arguments))]
+    first, second = map(real().render, chats)
+    assert first == second
+    assert "<parameter=city>\nPlzeň\n</parameter>" in first
+    assert '<parameter=deep>\n{"x": [1, null, true]}\n</parameter>' in first
+
+
+@needs_real
+def test_real_template_renders_text_blocks_as_one_string() -> None:
+    blocks = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert real().render([{**U, "content": blocks}]) == real().render([{**U, "content": "one two"}])
+
+
+@needs_real
+def test_real_template_passes_thinking_options_through() -> None:
+    chat = [U, {**A, "reasoning_content": "R"}, U]
+    assert "R" not in real().render(chat)
+    assert "<think>\nR\n</think>\n\nA" in real().render(chat, preserve_thinking=True)
+    assert starts_in_reasoning(real().render(chat))
+    assert not starts_in_reasoning(real().render(chat, enable_thinking=False))
+
+
+# The embedded model's template.
+
+
+def test_embedded_template_renders_a_chat_with_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "description": "š <&> '", "parameters": {}}}]
+    chat = [S, U, {**call('{"a": 1, "b": "x"}'), "reasoning": "R"}, T, A, U]
+    prompt = embedded().render(chat, tools=tools)
+    described = '{"type": "function", "function": {"name": "add", "description": "š <&> \'", "parameters": {}}}'
+    assert f"<tools>\n{described}\n</tools>" in prompt
+    called = "<tool_call>\n<function=add>".replace("add", "f")
+    assert (
+        f"<|im_start|>assistant\n{called}\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n" in prompt
+    )
+    assert "<|im_start|>user\n<tool_response>\nT\n</tool_response><|im_end|>\n<|im_start|>assistant\nA" in prompt
+    assert prompt.endswith("<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n<think>\n")
+
+
+def test_embedded_template_opens_and_closes_thinking() -> None:
+    assert starts_in_reasoning(embedded().render([U]))
+    assert not starts_in_reasoning(embedded().render([U], enable_thinking=False))
+    assert not starts_in_reasoning(embedded().render([U], add_generation_prompt=False))
+
+
+# System and developer messages.
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([S, U], [("system", "S"), ("user", "U")]),
+        ([S, {**S, "content": "S2"}, U], [("system", "S\n\nS2"), ("user", "U")]),
+        ([{"role": "developer", "content": "D"}, U], [("system", "D"), ("user", "U")]),
+        ([{"role": "developer", "content": "D"}, S, U], [("system", "D\n\nS"), ("user", "U")]),
+        ([{**S, "content": " "}, S, U], [("system", "S"), ("user", "U")]),
+        ([{**S, "content": ""}, U], [("system", ""), ("user", "U")]),
+        ([S, U, A, S, U], [("system", "S"), ("user", "U"), ("assistant", "A"), ("user", "S"), ("user", "U")]),
+        ([U, {"role": "developer", "content": "D"}], [("user", "U"), ("user", "D")]),
+    ],
+)
+def test_leading_system_messages_merge_and_later_ones_stay_as_user_messages(
+    messages: list[dict[str, Any]], expected: list[tuple[str, str]]
+) -> None:
+    assert contents(*messages) == expected
+    assert ChatTemplate(STRICT).render(messages) == "".join(f"[{role}:{content}]" for role, content in expected)
+
+
+# Content.
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("text", "text"),
+        ("", ""),
+        ([], ""),
+        ([{"type": "text", "text": "a"}], "a"),
+        ([{"type": "text", "text": "a\n"}, {"type": "input_text", "text": "b"}], "a\nb"),
+        ([{"text": "no type"}], "no type"),
+        (({"type": "text", "text": "tuple", "cache_control": {"type": "ephemeral"}},), "tuple"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_content_becomes_a_string(role: str, content: object, text: str) -> None:
+    assert contents(U, {"role": role, "content": content}) == [("user", "U"), (role, text)]
+
+
+@pytest.mark.parametrize(
+    "message", [call({}), {"role": "assistant"}, {"role": "tool", "content": None}, {"role": "tool"}]
+)
+def test_assistants_and_tools_may_say_nothing(message: dict[str, Any]) -> None:
+    assert contents(U, message)[1] == (message["role"], "")
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "system"}])
+def test_others_must_say_something(message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"messages\[1\] \({message['role']}\) has no content"):
+        normalise_messages([U, message])
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "is image input; Lily reads text only"),
+        ({"type": "image", "image": "x.png"}, "is image input"),
+        ({"type": "input_image", "image_url": "x"}, "is image input"),
+        ({"image_url": "x"}, "is image input"),
+        ({"type": "text", "text": "hidden", "image": "x"}, "is image input"),
+        ({"type": "input_audio", "input_audio": {}}, "is audio input"),
+        ({"type": "video", "video": "x"}, "is video input"),
+        ({"type": "file", "file": {}}, "is file input"),
+        ({"type": "thinking", "text": "x"}, "unknown type 'thinking'; allowed: text"),
+        ({}, "unknown type None"),
+        ({"type": "text"}, "text must be a string, seen NoneType"),
+        ({"type": "text", "text": 3}, "text must be a string, seen int"),
+        ("bare", "must be an object, seen str"),
+    ],
+)
+def test_blocks_that_are_not_text_are_named(block: object, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"messages\[1\]\.content\[1\].*{words}"):
+        normalise_messages([U, {"role": "user", "content": [{"type": "text", "text": "look:"}, block]}])
+
+
+@pytest.mark.parametrize("content", [3, {"type": "text", "text": "x"}, b"x", True])
+def test_content_of_another_kind_is_named(content: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.content must be a string or a list of text blocks"):
+        normalise_messages([{"role": "user", "content": content}])
+
+
+# Roles and shapes.
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages is empty"),
+        (None, "messages must be a list of objects, seen NoneType"),
+        ("hi", "messages must be a list of objects, seen str"),
+        (U, "messages must be a list of objects, seen dict"),
+        (["hi"], r"messages\[0\] must be an object, seen str"),
+        ([{"content": "x"}], r"messages\[0\] has no role; allowed: system, developer, user, assistant, tool"),
+        ([U, {"role": "bot", "content": "x"}], r"messages\[1\] has the unknown role 'bot'"),
+        ([{"role": ["user"], "content": "x"}], r"messages\[0\] has the unknown role"),
+        ([{**U, "tool_calls": [{}]}], r"messages\[0\] \(user\) has tool_calls"),
+        ([U, {**A, "function_call": {"name": "f"}}], r"messages\[1\] has a function_call"),
+        ([U, {**A, "reasoning_content": 3}], r"messages\[1\]\.reasoning_content must be a string"),
+    ],
+)
+def test_messages_of_the_wrong_shape_are_named(messages: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        normalise_messages(messages)
+
+
+def test_empty_optional_fields_count_as_missing() -> None:
+    message = {**A, "tool_calls": None, "function_call": None, "reasoning_content": None, "reasoning": None}
+    assert normalise_messages([U, message, {**U, "tool_calls": []}]) == [U, A, U]
+
+
+def test_other_keys_are_kept() -> None:
+    tool = {**T, "tool_call_id": "1", "name": "f"}
+    assert normalise_messages([U, tool])[1] == tool
+
+
+def test_reasoning_is_another_name_of_reasoning_content() -> None:
+    assert normalise_messages([U, {**A, "reasoning": "R"}])[1] == {**A, "reasoning_content": "R"}
+    both = {**A, "reasoning": "R", "reasoning_content": "first"}
+    assert normalise_messages([U, both])[1] == {**A, "reasoning_content": "first"}
+
+
+# Tool calls.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"a": 1}, {"a": 1}),
+        ('{"a": {"b": [1, "č"]}}', {"a": {"b": [1, "č"]}}),
+        (' {"a": 1}\n', {"a": 1}),
+        ("", {}),
+        ("  ", {}),
+        ("{}", {}),
+        ("null", {}),
+        (None, {}),
+        (..., {}),
+    ],
+)
+def test_arguments_become_a_mapping(arguments: object, expected: dict[str, Any]) -> None:
+    [made] = normalise_messages([U, call(arguments)])[1]["tool_calls"]
+    assert made == {"id": "1", "type": "function", "function": {"name": "f", "arguments": expected}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([1], "must be an object, seen list"),
+        ("[1]", "must be an object, seen list"),
+        ('"text"', "must be an object, seen str"),
+        ("3", "must be an object, seen int"),
+        (3, "must be an object, seen int"),
+        ('{"a": 1', "is not valid JSON"),
+        ("{'a': 1}", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+    ],
+)
+def test_arguments_that_are_no_object_are_named(arguments: object, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"messages\[2\]\.tool_calls\[0\]: arguments {words}"):
+        normalise_messages([S, U, call(arguments)])
+
+
+def test_a_call_without_its_wrapper_is_wrapped() -> None:
+    bare = {**A, "tool_calls": [{"name": "f", "arguments": "{}"}]}
+    assert normalise_messages([U, bare])[1]["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ({"name": "f"}, r"tool_calls must be a list of objects, seen dict"),
+        (["f"], r"tool_calls\[0\] must be an object, seen str"),
+        ([{"type": "function", "function": "f"}], r"tool_calls\[0\] is not a function call"),
+        ([{"type": "custom", "function": {"name": "f"}}], r"tool_calls\[0\] is not a function call"),
+        ([{"function": {"name": "f"}}, {"function": {}}], r"tool_calls\[1\] has no function name"),
+        ([{"function": {"name": 3}}], r"tool_calls\[0\] has no function name"),
+    ],
+)
+def test_calls_of_the_wrong_shape_are_named(calls: object, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"messages\[1\]\.{words}"):
+        normalise_messages([U, {**A, "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("tools", [{"type": "function"}, "f", ["f"], [print]])
+def test_tools_of_the_wrong_shape_are_named(tools: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"tools(\[0\])? must be"):
+        embedded().render([U], tools=tools)
+
+
+def test_no_tools_are_no_tools() -> None:
+    assert embedded().render([U], tools=[]) == embedded().render([U], tools=None) == embedded().render([U])
+
+
+# What holds for all messages.
+
+BLOCKS = st.text(max_size=5).map(lambda text: {"type": "text", "text": text})
+CONTENT = st.one_of(st.text(max_size=5), st.lists(BLOCKS, max_size=2))
+ARGUMENTS = st.sampled_from([None, "", "{}", '{"a": [1]}', {"a": {"b": 1}}])
+MESSAGES = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"role": st.sampled_from(["system", "developer", "user", "tool"]), "content": CONTENT}),
+        ARGUMENTS.map(call),
+        st.fixed_dictionaries({"role": st.just("assistant"), "content": CONTENT, "reasoning": st.text(max_size=5)}),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(MESSAGES)
+@settings(deadline=None)
+def test_normalising_changes_nothing_of_the_caller_and_is_done_after_once(messages: list[dict[str, Any]]) -> None:
+    before = copy.deepcopy(messages)
+    once = normalise_messages(messages)
+    kept = copy.deepcopy(once)
+    assert normalise_messages(once) == kept
+    embedded().render(messages, tools=[{"type": "function"}])
+    assert messages == before
+
+
+@given(MESSAGES)
+@settings(deadline=None)
+def test_after_normalising_only_the_first_message_is_a_system_message(messages: list[dict[str, Any]]) -> None:
+    roles = [message["role"] for message in normalise_messages(messages)]
+    assert set(roles[:1]) <= {"system", "user", "assistant", "tool"}
+    assert set(roles[1:]) <= {"user", "assistant", "tool"}
+
+
+# Whether the reply starts inside of reasoning.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nI began alread", True),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nyes</think>\n\nThe answ", False),
+        ("<|im_start|>user\nwhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>user\nwhat is <think>?<|im_end|>\n", False),
+        ("<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n<think>\n", True),
+        ("a plain prompt", False),
+        ("a plain prompt <think>", True),
+        ("", False),
+    ],
+)
+def test_reasoning_is_open_only_if_the_last_turn_left_it_open(prompt: str, expected: bool) -> None:
+    assert starts_in_reasoning(prompt) is expected
+
+
+# Where templates come from, and what they may do.
+
+
+def config_dir(folder: Path, **config: object) -> Path:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_the_template_file_goes_before_the_one_in_the_config(tmp_path: Path) -> None:
+    config_dir(tmp_path, chat_template="config")
+    assert ChatTemplate.from_dir(tmp_path).render([U]) == "config"
+    (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert ChatTemplate.from_dir(tmp_path).render([U]) == "file"
+
+
+def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "usual"}]
+    assert ChatTemplate.from_dir(config_dir(tmp_path, chat_template=named)).render([U]) == "usual"
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template is neither"):
+        ChatTemplate.from_dir(config_dir(tmp_path, chat_template=named[:1]))
+
+
+def test_without_a_template_only_chatting_fails(tmp_path: Path) -> None:
+    template = ChatTemplate.from_dir(tmp_path)
+    assert not template.available
+    assert ChatTemplate.from_dir(EMBEDDED).available
+    with pytest.raises(InvalidRequestError, match=r"has no chat template .* give a plain prompt"):
+        template.render([U])
+
+
+@pytest.mark.parametrize("source", ["a\n{% if %}", "\n{{ x | nofilter }}", "\n{% for x in y %}"])
+def test_a_template_that_is_not_valid_is_refused_with_its_line(tmp_path: Path, source: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: line 2: not a valid template"):
+        ChatTemplate.from_dir(tmp_path)
+
+
+def test_a_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: cannot be read"):
+        ChatTemplate.from_dir(tmp_path)
+
+
+def test_a_templates_refusal_is_passed_on_in_its_words() -> None:
+    with pytest.raises(InvalidRequestError, match="refuses these messages: No user query found in messages"):
+        ChatTemplate(STRICT).render([S, A])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[0].nothing.more }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}",
+        "{{ range(999999999) | list }}",
+        "{{ messages | tojson(indent={}) }}",
+    ],
+)
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_clear_error(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="the chat template cannot render these messages: "):
+        ChatTemplate(source).render([U])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ {'b': 'é<&\\'>', 'a': [1, none]} | tojson }}", '{"b": "é<&\'>", "a": [1, null]}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':')) }}", '{"b":1,"a":2}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}x{{ 1 }}{% endgeneration %}y", "x1y"),
+        ("  {% if true %}\nline\n  {% endif %}\nend", "line\nend"),
+        ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
+        ("{{ eos_token }}{{ bos_token is defined }}", "<|im_end|>False"),
+        ("{{ extra }}{{ add_generation_prompt }}{{ tools }}", "xTrueNone"),
+    ],
+)
+def test_templates_find_the_names_and_settings_they_rely_on(source: str, expected: str) -> None:
+    template = ChatTemplate(source, special_tokens={"eos_token": "<|im_end|>"})
+    assert template.render([U], extra="x") == expected
+
+
+def test_special_tokens_of_the_config_are_known_to_the_template(tmp_path: Path) -> None:
+    config_dir(
+        tmp_path,
+        eos_token={"content": "<e>"},
+        pad_token="<p>",
+        bos_token=None,
+        chat_template="{{eos_token}}{{pad_token}}",
+    )
+    assert ChatTemplate.from_dir(tmp_path).render([U]) == "<e><p>"
+
+
+def test_template_options_cannot_replace_the_messages() -> None:
+    with pytest.raises(InvalidRequestError, match="'messages' cannot be set"):
+        embedded().render([U], messages=[A])
+
+
+def test_many_threads_render_what_one_renders() -> None:
+    chats = [[{**U, "content": f"number {number}"}] for number in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(embedded().render, chats)) == [embedded().render(chat) for chat in chats]
