@@ -63,6 +63,14 @@ def test_the_compiler_finds(mistake: str, library: macho.MachO, tmp_path: Path) 
         toolchain.compile_for_macos(tmp_path / "shim" / file, tmp_path / "out.o")
 
 
+@pytest.mark.parametrize("header", sorted(path.name for path in SHIM.glob("*.h")))
+def test_a_header_includes_what_it_needs(header: str, library: macho.MachO, tmp_path: Path) -> None:
+    objective = header == "metal_runtime.h"
+    source = tmp_path / ("alone.m" if objective else "alone.c")
+    source.write_text(f'#include "{header}"\n')
+    toolchain.compile_for_macos(source, tmp_path / "alone.o")
+
+
 # ---- values ----
 # metal-cpp gives it 32; Apple's headers, and pyobjc from them, 48.  Nothing in Lily uses it.
 KNOWN_DIFFERENCES = {"MTLResourceStorageModeMemoryless"}
