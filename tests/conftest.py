@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from needs import REAL_DATA
 from paths import ROOT
 
 # Before numpy is imported: its threads and those of the device would crowd each other out on two cores.
@@ -38,7 +39,7 @@ def real_metadata() -> Path:
     """The folder with the real model's metadata and tokenizer (README, "Tests")."""
     folder = os.environ.get("LILY_TEST_DATA")
     if not folder:
-        pytest.skip("LILY_TEST_DATA is not set: it names the folder with the real model's metadata and tokenizer")
+        pytest.skip(REAL_DATA)
     path = Path(folder)
     missing = [
         name for name in ("config.json", "model.safetensors.index.json", "tokenizer") if not (path / name).exists()
@@ -79,6 +80,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reasons[reason] = reasons.get(reason, 0) + 1
     terminalreporter.section("skipped tests")
-    for reason, count in sorted(reasons.items()):
+    for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
         terminalreporter.line(f"{count} × {reason.removeprefix('Skipped: ')}")
     terminalreporter.line(f"skipped: {len(skipped)}")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 from checkpoints import INDEX, Draft, Tensor, widen, write_shard, write_synthetic
+from needs import REAL_DATA
 from paths import DATA, EMBEDDED
 
 from lily.checkpoint.checkpoint import Checkpoint
@@ -314,7 +315,7 @@ def write_real_model(folder: Path, metadata: Path) -> None:
 def test_the_real_model_opens_from_its_metadata(tmp_path: Path) -> None:
     metadata = os.environ.get("LILY_TEST_DATA")
     if not metadata:
-        pytest.skip("LILY_TEST_DATA is not set")
+        pytest.skip(REAL_DATA)
     write_real_model(tmp_path, Path(metadata))
     for shard, (size, begin, _) in REAL_SHARDS.items():
         info = (tmp_path / shard).stat()
