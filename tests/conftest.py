@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: where things are, reproducible hypothesis, coverage of the shaders, number of skipped tests.
+"""What all tests share: where things are, the same draws in every run, coverage of the shaders, what was skipped.
 
 Not handled: data for single tests; it lies with them.
 """
@@ -7,8 +7,12 @@ Not handled: data for single tests; it lies with them.
 from __future__ import annotations
 
 import os
+import random
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -23,9 +27,19 @@ pytest.register_assert_rewrite("sampling_tests", "sampling_filter_tests")
 
 _COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders
 
+# Under nohup, or in the background of a script, an interrupt is ignored, in children too; tests send interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The same examples on every machine: a failure seen once is seen by everyone.
 settings.register_profile("lily", derandomize=True, database=None, deadline=None)
 settings.load_profile("lily")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Requests without a seed draw the same in every run, and other things in other tests."""
+    with mock.patch.object(os, "urandom", random.Random(item.nodeid).randbytes):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from needs import sanitizer_missing
+from waiting import PATIENCE
 
 from lily.kernels import c_header
 
@@ -53,5 +54,7 @@ def prefix() -> list[str]:
 def test_the_runtime_is_clean_under_load(repository: Path, tmp_path: Path, sanitizer: str) -> None:
     stress = compile_stress(repository, tmp_path, sanitizer)
     quiet = {**os.environ, "MallocNanoZone": "0"}  # macOS's allocator has something to say about sanitizers
-    done = subprocess.run([*prefix(), str(stress), "60"], env=quiet, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*prefix(), str(stress), "60"], env=quiet, capture_output=True, text=True, timeout=3 * PATIENCE
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from metal.standin import Standin
 from msl_harness import needs_clang
+from waiting import PATIENCE
 
 from lily.checks import runs
 from lily.checks.cases import MEASURED, SIZES, Case, cases, numbers, reference_policy
@@ -507,7 +508,7 @@ def test_what_does_not_fit_is_skipped_with_the_numbers(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("missing", ["lily.run._submit", "numpy"])
 def test_what_is_not_built_or_installed_leaves_the_machine(missing: str) -> None:
     code = "import sys; sys.modules[sys.argv[1]] = None; from lily.cli import run; sys.exit(run(['doctor', '--json']))"
-    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     document = json.loads(done.stdout)
     assert document["machine"]["chip"] == machine.machine()["chip"]

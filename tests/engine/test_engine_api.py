@@ -17,6 +17,7 @@ import pytest
 from engine_device import Target, sweep
 from engine_harness import open_engine, runner_of
 from models import tiny_model
+from waiting import PATIENCE
 
 from lily.engine import Engine, StreamChunk
 from lily.errors import InvalidRequestError
@@ -175,7 +176,7 @@ def test_other_threads_queue(tiny, device):
     assert not got
     assert len(list(slow)) == device.pick(29, 7)
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert [got[i] for i in range(len(prompts))] == want
 
 
