@@ -30,6 +30,11 @@ _COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders
 # Under nohup, or in the background of a script, an interrupt is ignored, in children too; tests send interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Zig keeps its C++ library in the home folder; where nothing can be written there, beside the other build results.
+_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nowhere", ".cache")).absolute()
+if not os.access(next(folder for folder in (_cache, *_cache.parents) if folder.exists()), os.W_OK):
+    os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(ROOT / "build" / "zig"))
+
 # The same examples on every machine: a failure seen once is seen by everyone.
 settings.register_profile("lily", derandomize=True, database=None, deadline=None)
 settings.load_profile("lily")
