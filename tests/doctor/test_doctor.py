@@ -48,6 +48,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "BUDGET", 0.0)
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine nothing is left out for want of time."""
+    monkeypatch.setattr(examiner, "MEASURED_UNTIL", 1e6)
+
+
 def by_kernel(document: dict[str, Any], size: str = "small") -> dict[str, str]:
     """Status of each kernel; "mixed" if it is not the same for all of its variants."""
     found: dict[str, str] = {}
