@@ -130,6 +130,17 @@ def test_a_few_kernels_are_right_at_their_real_shapes() -> None:
     assert shapes["route_group"] == "63 rows, 8 of 256 experts"
 
 
+def test_what_there_is_no_time_to_measure_is_skipped_and_checked_all_the_same(
+    short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examiner, "MEASURED_UNTIL", -1.0)
+    document = examine("cpu", sizes=SMALL, kernels=["copy", "gemv_norm"])
+    rows = [row for row in document["kernels"] if row["kernel"] == "gemv_norm"]
+    assert {row["rate"]["status"] for row in rows} == {"skipped"}
+    assert all("no time left" in row["rate"]["text"] for row in rows)
+    assert by_kernel(document) == {"copy": "pass", "gemv_norm": "pass"}
+
+
 def test_what_is_measured_has_units_limits_and_shares(short: None) -> None:
     document = examine("cpu", sizes=SMALL, kernels=FEW)
     assert document["problems"] == []
