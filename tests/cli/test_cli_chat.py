@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cli_harness import NO_END, failure, lily_process
 from paths import EMBEDDED
-from waiting import PATIENCE
+from waiting import PATIENCE, until
 
 import lily
 from lily.cli import run
@@ -104,6 +104,12 @@ class Terminal:
         shown, self.shown = self.shown, ""
         return shown
 
+    def until_it_reads(self) -> None:
+        """Waits until the process sleeps behind its prompt: an earlier interrupt is noticed with the next key only."""
+        status = Path(f"/proc/{self.process.pid}/stat")
+        if status.exists():
+            until(lambda: status.read_text().rpartition(")")[2].split()[0] == "S", "the chat reads")
+
 
 @pytest.fixture
 def terminal() -> Iterator[Callable[..., Terminal]]:
@@ -137,6 +143,7 @@ def test_control_d_and_an_interrupt_leave_the_chat(terminal: Callable[..., Termi
     first.type("\x04")
     assert first.process.wait(PATIENCE) == 0
     second.until(lambda s: s.endswith("> "))
+    second.until_it_reads()
     second.process.send_signal(signal.SIGINT)
     assert second.process.wait(PATIENCE) == 130
 
