@@ -63,7 +63,11 @@ def test_a_seed_chooses_an_order_that_can_be_had_again(repository: Path) -> None
         return re.findall(r"^tests/\S+::.*", out, re.MULTILINE)
 
     def of_make(*variables: str) -> list[str]:
-        said = subprocess.check_output(["make", "-n", "test", *variables], cwd=repository, text=True)
+        # Not as a part of the make that runs the tests, with its variables.
+        outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "ORDER", "SEED"}
+        environment = {k: v for k, v in os.environ.items() if k not in outer}
+        command = ["make", "-n", "test", *variables]
+        said = subprocess.check_output(command, cwd=repository, env=environment, text=True)
         return said.splitlines()[-1].partition("--durations=15")[2].split()
 
     assert of_make() == []
