@@ -3,13 +3,18 @@
 #
 # PYTHON chooses the interpreter (the newest of python3.14 ... python3.11 without it), CC the compiler,
 # VENV another virtual environment: make test VENV=/tmp/venv-3.12 PYTHON=python3.12
+# ORDER=random shuffles the tests; the run names the seed, and SEED=n repeats it: make test ORDER=random SEED=3
 PYTHON ?=
 VENV ?= .venv
 PROMPT ?= Once upon a time
+ORDER ?=
+SEED ?=
 
 PY := $(VENV)/bin/python
 BASE := $(VENV)/.lily-base$(subst /,-,$(PYTHON))
 DEV := $(VENV)/.lily-dev$(subst /,-,$(PYTHON))
+# The order alone: what tests draw is seeded by the tests.
+SHUFFLED = $(if $(filter random,$(ORDER)),-p randomly --randomly-dont-reset-seed $(if $(SEED),--randomly-seed=$(SEED)))
 C_FILES = $(shell find $(wildcard lily objc_shim shaders tests bench) \( -name '*.[chm]' -o -name '*.metal' \) \
 	! -path 'lily/data/*' ! -name kernel_params.h | LC_ALL=C sort)
 
@@ -54,10 +59,10 @@ run: build
 	@$(PY) -m lily generate --ignore-chat-template -p '$(PROMPT)' --seed 1 --max-tokens 120
 
 test: $(DEV) build
-	@$(PY) -m pytest --durations=15
+	@$(PY) -m pytest --durations=15 $(SHUFFLED)
 
 test-full: $(DEV) build
-	@$(PY) -m pytest --durations=15 -m ''
+	@$(PY) -m pytest --durations=15 -m '' $(SHUFFLED)
 
 # Every tool has its say, even after another has failed.
 lint: $(DEV)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: where things are, reproducible hypothesis, coverage of the shaders, number of skipped tests.
+"""What all tests share: where things are, the same draws in every run, coverage of the shaders, what was skipped.
 
 Not handled: data for single tests; it lies with them.
 """
@@ -7,11 +7,16 @@ Not handled: data for single tests; it lies with them.
 from __future__ import annotations
 
 import os
+import random
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
+from needs import REAL_DATA
 from paths import ROOT
 
 # Before numpy is imported: its threads and those of the device would crowd each other out on two cores.
@@ -22,9 +27,24 @@ pytest.register_assert_rewrite("sampling_tests", "sampling_filter_tests")
 
 _COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders
 
+# Under nohup, or in the background of a script, an interrupt is ignored, in children too; tests send interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Zig keeps its C++ library in the home folder; where nothing can be written there, beside the other build results.
+_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nowhere", ".cache")).absolute()
+if not os.access(next(folder for folder in (_cache, *_cache.parents) if folder.exists()), os.W_OK):
+    os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(ROOT / "build" / "zig"))
+
 # The same examples on every machine: a failure seen once is seen by everyone.
 settings.register_profile("lily", derandomize=True, database=None, deadline=None)
 settings.load_profile("lily")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Requests without a seed draw the same in every run, and other things in other tests."""
+    with mock.patch.object(os, "urandom", random.Random(item.nodeid).randbytes):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +58,7 @@ def real_metadata() -> Path:
     """The folder with the real model's metadata and tokenizer (README, "Tests")."""
     folder = os.environ.get("LILY_TEST_DATA")
     if not folder:
-        pytest.skip("LILY_TEST_DATA is not set: it names the folder with the real model's metadata and tokenizer")
+        pytest.skip(REAL_DATA)
     path = Path(folder)
     missing = [
         name for name in ("config.json", "model.safetensors.index.json", "tokenizer") if not (path / name).exists()
@@ -79,6 +99,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reasons[reason] = reasons.get(reason, 0) + 1
     terminalreporter.section("skipped tests")
-    for reason, count in sorted(reasons.items()):
+    for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
         terminalreporter.line(f"{count} × {reason.removeprefix('Skipped: ')}")
     terminalreporter.line(f"skipped: {len(skipped)}")

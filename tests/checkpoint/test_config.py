@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import REAL_DATA
 from paths import DATA
 
 from lily.checkpoint.config import ModelConfig, QuantSpec, canonical_name, is_skipped
@@ -51,7 +52,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 def test_published_config_gives_the_documented_sizes() -> None:
     folder = os.environ.get("LILY_TEST_DATA")
     if not folder:
-        pytest.skip("LILY_TEST_DATA is not set")
+        pytest.skip(REAL_DATA)
     config = ModelConfig.from_file(Path(folder) / "config.json")
     assert (config.hidden_size, config.num_layers, config.vocab_size) == (2048, 40, 248_320)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.rotary_dim) == (16, 2, 256, 64)

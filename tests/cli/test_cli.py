@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from cli_harness import NO_END, failure, lily_process, usage_error
 from paths import DATA, EMBEDDED
+from waiting import PATIENCE
 
 import lily
 from lily.cli import run
@@ -348,14 +349,14 @@ def full_device() -> Any:
 @pytest.mark.parametrize("args", [["plan"], ["generate", "--help"]])
 def test_an_unwritable_standard_output_is_an_error(args: list[str]) -> None:
     with full_device() as full, lily_process(*args, stdout=full) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert err.decode().splitlines() == ["lily: error: standard output cannot be written: No space left on device"]
 
 
 def test_a_closed_standard_output_is_an_error() -> None:
     done = subprocess.run(
-        ["sh", "-c", f"'{sys.executable}' -m lily plan >&-"], capture_output=True, text=True, timeout=60
+        ["sh", "-c", f"'{sys.executable}' -m lily plan >&-"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stderr) == (1, "lily: error: standard output cannot be written: it is closed\n")
 
@@ -367,7 +368,7 @@ def test_a_reader_that_goes_away_ends_the_reply_quietly() -> None:
         assert process.stderr is not None
         assert len(process.stdout.read(10)) == 10
         process.stdout.close()
-        assert process.wait(60) == 141
+        assert process.wait(PATIENCE) == 141
         assert process.stderr.read() == b""
 
 
@@ -377,7 +378,7 @@ def test_an_interrupt_ends_generate_with_130() -> None:
         assert process.stdout is not None
         assert process.stdout.read(10)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (130, b"")
 
 

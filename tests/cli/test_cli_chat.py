@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from cli_harness import NO_END, failure, lily_process
 from paths import EMBEDDED
+from waiting import PATIENCE, until
 
 import lily
 from lily.cli import run
@@ -95,13 +96,19 @@ class Terminal:
 
     def until(self, reached: Callable[[str], bool]) -> str:
         """Everything shown since the last call, as soon as it is ``reached``."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while not reached(self.shown):
             assert time.monotonic() < end, self.shown
             if select.select([self.master], [], [], 1)[0]:
                 self.shown += os.read(self.master, 4096).decode()
         shown, self.shown = self.shown, ""
         return shown
+
+    def until_it_reads(self) -> None:
+        """Waits until the process sleeps behind its prompt: an earlier interrupt is noticed with the next key only."""
+        status = Path(f"/proc/{self.process.pid}/stat")
+        if status.exists():
+            until(lambda: status.read_text().rpartition(")")[2].split()[0] == "S", "the chat reads")
 
 
 @pytest.fixture
@@ -127,17 +134,18 @@ def test_an_interrupt_stops_the_reply_and_not_the_chat(terminal: Callable[..., T
     t.process.send_signal(signal.SIGINT)
     assert "(stopped)" in t.until(lambda s: s.endswith("> "))
     t.type("/exit\n")
-    assert t.process.wait(60) == 0
+    assert t.process.wait(PATIENCE) == 0
 
 
 def test_control_d_and_an_interrupt_leave_the_chat(terminal: Callable[..., Terminal]) -> None:
     first, second = terminal("chat"), terminal("chat")
     first.until(lambda s: s.endswith("> "))
     first.type("\x04")
-    assert first.process.wait(60) == 0
+    assert first.process.wait(PATIENCE) == 0
     second.until(lambda s: s.endswith("> "))
+    second.until_it_reads()
     second.process.send_signal(signal.SIGINT)
-    assert second.process.wait(60) == 130
+    assert second.process.wait(PATIENCE) == 130
 
 
 def test_lines_pasted_together_are_one_message(terminal: Callable[..., Terminal]) -> None:

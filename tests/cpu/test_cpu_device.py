@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from paths import ROOT
+from waiting import PATIENCE, until
 
 from lily.device.device import Buffer, CommandList, Device
 from lily.errors import DeviceError
@@ -207,7 +208,7 @@ def test_barriers_order_dispatches(threads: int) -> None:
         work = Work(device, nbytes=3 * COPY_BLOCK + 16, steps=20)
         for value in (7, 200, 1):
             work.fill(value)
-            assert device.wait(device.submit([work.list]), timeout=60)
+            assert device.wait(device.submit([work.list]), timeout=PATIENCE)
             assert work.result == value
 
 
@@ -220,7 +221,7 @@ def test_dispatches_without_a_barrier_all_run() -> None:
             copy(View("s", i * nbytes, nbytes), View("t", i * nbytes, nbytes), barrier=i % 7 == 0) for i in range(count)
         )
         recorded = device.record(Plan("copies", copies, 0), {"s": source, "t": target})
-        assert device.wait(device.submit([recorded]), timeout=60)
+        assert device.wait(device.submit([recorded]), timeout=PATIENCE)
         assert np.array_equal(source.bytes, target.bytes)
 
 
@@ -229,9 +230,9 @@ def test_tickets_count_up_and_complete_in_order() -> None:
         work = Work(device)
         tickets = [device.submit([work.list] * (i % 3)) for i in range(10)]
         assert tickets == list(range(1, 11))
-        assert device.wait(tickets[4], timeout=60)
+        assert device.wait(tickets[4], timeout=PATIENCE)
         assert device.lib.lily_completed(device.handle) >= 5
-        assert device.wait(10, timeout=60)
+        assert device.wait(10, timeout=PATIENCE)
         assert device.lib.lily_completed(device.handle) == 10
         assert device.wait(3, timeout=0)
 
@@ -242,19 +243,20 @@ def test_lists_of_one_submission_run_in_order() -> None:
         a, b, c = (View("b", i << 20, 1 << 20) for i in range(3))
         first, second = (device.record(Plan("x", (copy(s, t),), 0), {"b": buffer}) for s, t in ((a, b), (b, c)))
         buffer.bytes[: 1 << 20] = 9
-        assert device.wait(device.submit([first, second]), timeout=60)
+        assert device.wait(device.submit([first, second]), timeout=PATIENCE)
         assert np.all(buffer.bytes == 9)
 
 
 def test_waiting_gives_up_after_the_timeout_and_says_so() -> None:
     with Device("cpu", threads=1) as device:
         work = Work(device, nbytes=32 << 20, steps=4)
-        tickets = [device.submit([work.list]) for _ in range(8)]
-        start = time.monotonic()
-        assert not device.wait(tickets[-1], timeout=0.01)
-        assert time.monotonic() - start < 5
-        assert b"ticket 8 did not finish within 0.010 s" in device.lib.lily_error(device.handle)
-        assert device.wait(tickets[-1])
+        # A machine that holds this thread back may be through with a batch before it is waited for, but not each time.
+        for _ in range(100):
+            last = [device.submit([work.list]) for _ in range(8)][-1]
+            if not device.wait(last, timeout=0.01):
+                break
+        assert f"ticket {last} did not finish within 0.010 s".encode() in device.lib.lily_error(device.handle)
+        assert device.wait(last)
 
 
 def test_a_ticket_that_was_never_given_is_an_error() -> None:
@@ -283,7 +285,7 @@ def test_many_threads_may_wait_at_once() -> None:
         seen = []
 
         def waiter(ticket: int) -> None:
-            assert device.wait(ticket, timeout=60)
+            assert device.wait(ticket, timeout=PATIENCE)
             seen.append(ticket)
 
         threads = [threading.Thread(target=waiter, args=(t,)) for t in tickets * 2]
@@ -300,7 +302,7 @@ def test_a_full_queue_is_an_error_and_what_was_queued_still_runs() -> None:
         first = device.submit([work.list] * 4)
         with pytest.raises(DeviceError, match=r"wait for a ticket"):
             device.submit([work.list] * 4093)
-        assert device.wait(first, timeout=60)
+        assert device.wait(first, timeout=PATIENCE)
         assert device.submit([work.list]) == first + 1  # what was refused has no ticket
 
 
@@ -309,7 +311,7 @@ def test_the_null_device_completes_without_running() -> None:
         work = Work(device)
         work.fill(3)
         ticket = device.submit([work.list])
-        assert device.wait(ticket, timeout=10)
+        assert device.wait(ticket, timeout=PATIENCE)
         assert work.result == 0
         assert device.info["null"] == 1
 
@@ -331,7 +333,7 @@ def test_devices_of_one_process_do_not_disturb_each_other() -> None:
         work.fill(i + 1)
     tickets = [d.submit([w.list] * 20) for d, w in zip(devices, works, strict=True)]
     for i, (device, ticket, work) in enumerate(zip(devices, tickets, works, strict=True)):
-        assert device.wait(ticket, timeout=60)
+        assert device.wait(ticket, timeout=PATIENCE)
         assert work.result == i + 1
     with pytest.raises(DeviceError, match=r"list 0 .* belongs to another device"):
         devices[0].submit([works[1].list])
@@ -343,19 +345,23 @@ def test_workers_sleep_when_there_is_nothing_to_do() -> None:
     with Device("cpu", threads=4) as device:
         work = Work(device)
         device.wait(device.submit([work.list]))
-        time.sleep(0.05)  # past the longest spin
-        before = time.process_time()
-        time.sleep(0.5)
-        assert time.process_time() - before < 0.1
+
+        def idle() -> bool:
+            before = time.process_time()
+            time.sleep(0.2)
+            return time.process_time() - before < 0.02
+
+        until(idle, "workers do not use the processor")
 
 
 def test_waiting_uses_no_processor_time() -> None:
     with Device("cpu", threads=1) as device:
         work = Work(device, nbytes=64 << 20)
         ticket = device.submit([work.list] * 10)
-        before = time.thread_time()
+        began, before = time.monotonic(), time.thread_time()
         device.wait(ticket)
-        assert time.thread_time() - before < 0.02
+        used, passed = time.thread_time() - before, time.monotonic() - began
+        assert used < passed / 4, "who spins uses the processor all the time"
 
 
 def test_subnormal_results_count_as_zero() -> None:
@@ -400,7 +406,7 @@ def test_a_forked_process_gets_an_error_and_can_open_its_own_device() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     work.fill(6)
-    assert device.wait(device.submit([work.list]), timeout=60)
+    assert device.wait(device.submit([work.list]), timeout=PATIENCE)
     assert work.result == 6
     device.close()
 
@@ -447,7 +453,7 @@ print(buffers["y"].array(np.float32).any())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux limits a process's address space")
 def test_a_kernel_without_memory_fails_its_submission_and_no_other() -> None:
-    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     error, zero = done.stdout.splitlines()
     assert re.fullmatch(r"cpu device: no memory left for \d+ bytes of a kernel's scratch; .* False", error)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from metal.standin import Standin
 from msl_harness import needs_clang
+from waiting import PATIENCE
 
 from lily.checks import runs
 from lily.checks.cases import MEASURED, SIZES, Case, cases, numbers, reference_policy
@@ -45,6 +46,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures from next to no memory and time."""
     monkeypatch.setattr(ceilings, "ARENA", 4 << 20)
     monkeypatch.setattr(ceilings, "BUDGET", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine nothing is left out for want of time."""
+    monkeypatch.setattr(examiner, "MEASURED_UNTIL", 1e6)
 
 
 def by_kernel(document: dict[str, Any], size: str = "small") -> dict[str, str]:
@@ -121,6 +128,17 @@ def test_a_few_kernels_are_right_at_their_real_shapes() -> None:
     shapes = {row["kernel"]: row["checks"]["real"]["shape"] for row in document["kernels"]}
     assert shapes["gemv_norm"] == "12352×2048"
     assert shapes["route_group"] == "63 rows, 8 of 256 experts"
+
+
+def test_what_there_is_no_time_to_measure_is_skipped_and_checked_all_the_same(
+    short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examiner, "MEASURED_UNTIL", -1.0)
+    document = examine("cpu", sizes=SMALL, kernels=["copy", "gemv_norm"])
+    rows = [row for row in document["kernels"] if row["kernel"] == "gemv_norm"]
+    assert {row["rate"]["status"] for row in rows} == {"skipped"}
+    assert all("no time left" in row["rate"]["text"] for row in rows)
+    assert by_kernel(document) == {"copy": "pass", "gemv_norm": "pass"}
 
 
 def test_what_is_measured_has_units_limits_and_shares(short: None) -> None:
@@ -507,7 +525,7 @@ def test_what_does_not_fit_is_skipped_with_the_numbers(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("missing", ["lily.run._submit", "numpy"])
 def test_what_is_not_built_or_installed_leaves_the_machine(missing: str) -> None:
     code = "import sys; sys.modules[sys.argv[1]] = None; from lily.cli import run; sys.exit(run(['doctor', '--json']))"
-    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     document = json.loads(done.stdout)
     assert document["machine"]["chip"] == machine.machine()["chip"]

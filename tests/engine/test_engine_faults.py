@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from engine_device import Target, chosen
 from engine_harness import current_logits, current_state, open_engine, policy, runner_of
 from metal.standin import Standin
 from models import tiny_model
+from waiting import PATIENCE
 
 from lily.engine import Completion, Engine
 from lily.errors import DeviceError, LilyError
@@ -317,13 +317,24 @@ def test_closing_waits_for_a_chunk_that_nobody_waits_for_any_more(device, stand_
     engine.close()
 
 
-def test_ctrl_c_breaks_into_a_chunk(engine, cold, stand_in):
-    stand_in.set(delay_us=3_000_000)
-    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        ask(engine)
-    assert time.monotonic() - began < 2
-    stand_in.set(delay_us=0)
+def test_ctrl_c_breaks_into_a_chunk(engine, cold, stand_in, monkeypatch):
+    wait, waiting = engine._device.wait, threading.Event()
+
+    def noticed(ticket: int, timeout: float | None = None) -> bool:
+        waiting.set()
+        return wait(ticket, timeout)
+
+    def interrupt() -> None:
+        waiting.wait(PATIENCE)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(engine._device, "wait", noticed)
+    thread = threading.Thread(target=interrupt)
+    with stand_in.held() as still_held:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            ask(engine)
+        assert still_held(), "the interrupt was noticed only when the chunk had ended"
+    thread.join()
+    monkeypatch.undo()
     assert is_as_cold(engine, cold)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from engine_device import Target
 from engine_harness import TINY, environment, open_engine
+from waiting import PATIENCE
 
 import lily
 from lily.device.device import Buffer, Device
@@ -280,12 +281,12 @@ def test_closing_waits_for_other_threads(device):
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(PATIENCE)  # compiling shaders included
     closers = [threading.Thread(target=engine.close) for _ in range(2)]
     for closer in closers:
         closer.start()
     for t in (thread, *closers):
-        t.join(30)
+        t.join(PATIENCE)
     assert len(got) == tokens
     with pytest.raises(InvalidRequestError, match="closed"):
         engine.generate(IDS)

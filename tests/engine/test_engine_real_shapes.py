@@ -150,7 +150,7 @@ def test_real_tokenizer_and_template(device, tmp_path, real_metadata):
     with open_engine(folder) as engine:
         assert engine.tokenizer.num_tokens == 248077
         drawn: set[int] = set()
-        for sampling in ({"temperature": 0}, {"seed": 1}, {"temperature": 3.0, "top_k": 0, "logprobs": 20}):
+        for sampling in ({"temperature": 0}, {"seed": 1}, {"temperature": 3.0, "top_k": 0, "seed": 2, "logprobs": 20}):
             for reply in (
                 engine.generate("Once upon a time", max_tokens=20, ignore_eos=True, **sampling),
                 engine.chat(messages, max_tokens=20, ignore_eos=True, **sampling),

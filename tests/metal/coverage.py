@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metal import toolchain
-from metal.toolchain import Missing
+from metal.toolchain import NO_PROFILE, Missing
 
 TESTS = "shim/test_metal_shim_*.py", "shim/test_metal_replay.py"
 
@@ -57,7 +57,7 @@ def _llvm_tool(name: str) -> str:
     suffix = Path(toolchain.clang()).name.removeprefix("clang")
     found = shutil.which(f"llvm-{name}{suffix}")
     if not found:
-        raise Missing(f"no llvm-{name}{suffix}; install llvm{suffix}")
+        raise Missing(NO_PROFILE)
     return found
 
 
@@ -67,7 +67,7 @@ def _counting_library() -> Path:
         return toolchain.gnustep_library(coverage=True)
     except AssertionError as problem:
         if "clang_rt" in str(problem) or "profile" in str(problem):
-            raise Missing("no profile runtime of clang; install libclang-rt-19-dev") from None
+            raise Missing(NO_PROFILE) from None
         raise
 
 

@@ -8,7 +8,6 @@ after every test that uses ``metal`` or ``emulated``.  Not handled: engines with
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from metal.coverage import summary
 from metal.engine import emulated_metal
 from metal.standin import Standin, require_standin
+from waiting import until
 
 from lily.device.device import Buffer, CommandList, Device, _Arg, _U32x3, pack_params
 from lily.kernels import KERNELS
@@ -169,7 +169,8 @@ def check_steps_leave_nothing(metal: Standin, work: Work, lists: Sequence[Comman
             work.device.wait(tickets.pop())
             tickets.append(work.device.submit(lists))
         work.device.wait(tickets[0])
-        time.sleep(0.05)  # the stand-in lets go of a command buffer after its ticket has finished
+        # The stand-in lets go of a command buffer after its ticket has finished.
+        until(lambda: not metal.live.get("command buffer"), "all command buffers are gone")
         return heap_bytes() - heap
 
     run()

@@ -49,6 +49,7 @@ typedef void *MslEntry;
     X(fail_pipeline, 0)          /* the n-th pipeline from now is not made */ \
     X(fail_indirect, 0)          /* 1: no pipeline for indirect command buffers, 2: none of these, 3: no fence */ \
     X(compile_us, 0)             /* that a pipeline takes unless it is in an archive */ \
+    X(compile_together, 0)       /* pipelines that must be in the making at a time before any is done */ \
     X(fail_buffer, 0)            /* no buffer from the n-th on */ \
     X(fail_set, 0)               /* no residency set */ \
     X(fail_archive, 0)           /* no binary archive: 1 from a file, 2 at all, 3 takes no functions, 4 not written */ \
@@ -57,6 +58,7 @@ typedef void *MslEntry;
     X(fail_submission, 0)        /* the n-th command buffer ends with this error: */ \
     X(fail_code, 1) \
     X(delay_us, 0)  /* before a command buffer runs */ \
+    X(hold, 0)      /* command buffers that begin wait until it is 0 again */ \
     X(untracked, 0) /* hazard tracking is off, whatever the buffer says */ \
     X(unfenced, 0)  /* fences order nothing */ \
     X(homeless, 0)  /* residency sets hold nothing */ \

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from metal.toolchain import Missing, gnustep_library
+from waiting import PATIENCE
 
 BUFFER = 1  # kind of an argument in tests/emulator/msl_bind.h
 
@@ -71,6 +74,21 @@ class Standin:
         self.lib.standin_reset()
         self._backend = _Backend()
         self.lib.standin_run_with(ctypes.byref(self._backend))
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], bool]]:
+        """Within it no command buffer gets further than its beginning, unless it takes longer than PATIENCE.
+
+        Yields whether that still holds.
+        """
+        self.set(hold=1)
+        net = threading.Timer(PATIENCE, self.set, kwargs={"hold": 0})
+        net.start()
+        try:
+            yield net.is_alive
+        finally:
+            net.cancel()
+            self.set(hold=0)
 
     def set(self, **values: float | str) -> None:
         """Changes numbers of STANDIN_NUMBERS, or fail_text."""

@@ -3,6 +3,7 @@
 // Only what the shim uses exists; any other message ends the process with its name.
 #define _GNU_SOURCE
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "standin.h"
@@ -315,6 +316,25 @@ static NSString *archive_key(StandinPipelineDescriptor *d) {
 
 @interface StandinDevice : NSObject <MTLDevice>
 @end
+// Whoever makes pipelines one after the other never has as many in the making, and is told after a minute.
+static void meet_other_compilers(void) {
+    static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+    static int here, gone;
+    const int wanted = (int)config.compile_together;
+    const struct timespec end = {.tv_sec = time(NULL) + 60};
+    pthread_mutex_lock(&mutex);
+    here++;
+    pthread_cond_broadcast(&changed);
+    while (here < wanted)
+        if (pthread_cond_timedwait(&changed, &mutex, &end)) {
+            complain("fewer than %d pipelines were in the making at a time", wanted);
+            break;
+        }
+    if (++gone == here) here = gone = 0;
+    pthread_mutex_unlock(&mutex);
+}
+
 @implementation StandinDevice
 - (NSString *)name {
     return [NSString stringWithUTF8String:config.name];
@@ -396,8 +416,10 @@ static NSString *archive_key(StandinPipelineDescriptor *d) {
         StandinArchive *archive = (StandinArchive *)[descriptor->archives objectAtIndex:0];
         archive->searched = true;
         if (![archive->keys containsObject:archive_key(descriptor)]) return failed(error, 1, "not in the archive");
-    } else if (config.compile_us)
-        usleep((useconds_t)config.compile_us);
+    } else {
+        if (config.compile_together) meet_other_compilers();
+        if (config.compile_us) usleep((useconds_t)config.compile_us);
+    }
     if (descriptor->indirect && config.fail_indirect == 1)
         return failed(error, 3, "Compute function cannot be used with indirect command buffers");
     if (config.fail_pipeline > 0 && config.fail_pipeline-- == 1) return failed(error, 1, "made to fail");

@@ -204,6 +204,7 @@ static void run_interval(const record *records, NSUInteger count) {
 
 static void run_commands(StandinCommands *c) {
     if (config.delay_us) usleep((useconds_t)config.delay_us);
+    while (*(volatile double *)&config.hold) usleep(1000);
     c->began = seconds_now();
     if (backend.barrier) backend.barrier();
     for (NSUInteger i = 0; i < c->count;) {

@@ -34,6 +34,12 @@ GNUSTEP = [
     "-fobjc-runtime=gcc", "-fconstant-string-class=NSConstantString", "-fexceptions", "-fobjc-exceptions",
     "-D_NATIVE_OBJC_EXCEPTIONS", "-DGNUSTEP", "-DGNUSTEP_BASE_LIBRARY=1", "-DGNU_RUNTIME=1",
 ]  # fmt: skip
+# Reasons to skip, with the remedy.
+NO_GNUSTEP = (
+    "no clang or no GNUstep, on which the shim runs; "
+    "remedy: apt-get install clang-19 libgnustep-base-dev gobjc libblocksruntime-dev"
+)
+NO_PROFILE = "no tools that count the shim's lines; remedy: apt-get install llvm-19 libclang-rt-19-dev"
 
 
 class Missing(Exception):
@@ -185,19 +191,19 @@ def clang() -> str:
             version = re.search(r"version (\d+)", said)
             if version and int(version[1]) >= 14 and "Apple" not in said:
                 return path
-    raise Missing("no clang; install clang-19")
+    raise Missing(NO_GNUSTEP)
 
 
 @cache
 def objc_headers() -> Path:
     """GCC's Objective-C headers alone, as clang must keep its own C headers; the blocks runtime as GNUstep names it."""
     if not Path("/usr/include/GNUstep/Foundation/Foundation.h").exists():
-        raise Missing("GNUstep is not installed: apt-get install libgnustep-base-dev gobjc libblocksruntime-dev")
+        raise Missing(NO_GNUSTEP)
     gcc = shutil.which("gcc")
     said = subprocess.run([gcc, "-print-file-name=include"], capture_output=True, text=True).stdout if gcc else ""
     source = Path(said.strip()) / "objc"
     if not (source / "objc.h").exists() or not Path("/usr/include/Block.h").exists():
-        raise Missing("Objective-C headers are missing: apt-get install gobjc libblocksruntime-dev")
+        raise Missing(NO_GNUSTEP)
     folder = CACHE / "gnustep"
     (folder / "objc").mkdir(parents=True, exist_ok=True)
     for header in source.glob("*.h"):

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import pytest
+from emulated_device import EMULATOR, missing_tools, zig_cross_compiler
 from emulated_metal import EmulatedMetal
-from msl_build import compiler
+from msl_compiler import the_compiler
 from msl_coverage import executed_lines
 from msl_harness import Call, EmulatorError, Run, bf16, needs_clang, run, run_many
 from paths import TESTS
@@ -379,21 +379,20 @@ def test_covered_lines_are_those_that_ran() -> None:
 # ---- fibers ---------------------------------------------------------------------------------------------------------
 
 _FIBERS = TESTS / "emulator"
-_ARM = ["--target=aarch64-linux-gnu", "-nostdinc++", "-isystem", "/usr/aarch64-linux-gnu/include", "-fno-exceptions"]
 
 
 @pytest.mark.parametrize("level", ["-O0", "-O2"])
 @pytest.mark.parametrize("machine", ["here", "ucontext", "aarch64"])
 def test_fibers_keep_their_registers(machine: str, level: str, tmp_path: Path) -> None:
-    tools = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
-    if machine == "aarch64" and not all(map(shutil.which, tools)):
-        pytest.skip("no aarch64 compiler or emulator here")
-    options = {"here": [], "ucontext": ["-DFIBER_UCONTEXT"], "aarch64": _ARM}[machine]
+    emulated = machine == "aarch64"
+    if emulated and missing_tools():
+        pytest.skip(missing_tools())
     compiled, program = tmp_path / "fiber.o", tmp_path / "fiber"
     source = _FIBERS / "checks" / "fiber_check.cpp"
-    clang = [compiler() or "", level, *options, "-I", str(_FIBERS), "-c", str(source), "-o", str(compiled)]
-    subprocess.run(clang, check=True)
-    linker = tools[0] if machine == "aarch64" else str(compiler())
-    subprocess.run([linker, str(compiled), "-o", str(program)], check=True)
-    runner = [tools[1], "-L", "/usr/aarch64-linux-gnu"] if machine == "aarch64" else []
+    options = [level, "-fno-exceptions", *(["-DFIBER_UCONTEXT"] if machine == "ucontext" else []), "-I", str(_FIBERS)]
+    # What is compiled for aarch64 needs no C++ library, and is linked as C.
+    clang = zig_cross_compiler() if emulated else the_compiler().command
+    subprocess.run([*clang, *options, "-x", "c++", "-c", str(source), "-o", str(compiled)], check=True)
+    subprocess.run([*clang, str(compiled), "-o", str(program)], check=True)
+    runner = [EMULATOR] if emulated else []
     assert subprocess.run([*runner, str(program)], capture_output=True, text=True, check=True).stdout == "ok\n"

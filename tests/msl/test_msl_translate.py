@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from msl_build import compiler
+from msl_compiler import the_compiler
 from msl_harness import needs_clang
 
 from lily.kernels import KERNELS
@@ -125,7 +125,7 @@ def test_mistakes_are_named_with_their_place(source: str, says: str) -> None:
 def test_the_preprocessor_agrees_with_clang_on_the_shaders() -> None:
     source = flatten()
     defines = [f"-D{k}={v}" for k, v in metal_defines(320).items()]
-    command = [compiler() or "", "-E", "-P", "-undef", "-nostdinc", "-x", "c++", "-w", *defines, "-"]
+    command = [*the_compiler().command, "-E", "-P", "-undef", "-nostdinc", "-x", "c++", "-w", *defines, "-"]
     without = re.sub(r"#include <.*", "", source)
     clang = subprocess.run(command, input=without, capture_output=True, text=True, check=True).stdout
     ours = preprocess(source, "t.metal", metal_defines(320))

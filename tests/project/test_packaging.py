@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from needs import UNSHARE
 from package_contents import cython_modules, sdist_files, wheel_files
 from packaging.requirements import Requirement
 
@@ -110,13 +111,13 @@ def isolation(repository: Path) -> list[str]:
     """A command prefix: its command sees no network and, in the checkout's place, an empty folder."""
     unshare = shutil.which("unshare")
     if unshare is None:
-        pytest.skip("no unshare command on this system: cannot take the network away")
+        pytest.skip(UNSHARE)
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
     hide = f'{shutil.which("mount")} -t tmpfs none "$1" && shift && exec "$@"'
     prefix = [unshare, *user, "--net", "--mount", "/bin/sh", "-c", hide, "sh", str(repository)]
     tried = subprocess.run([*prefix, "/bin/ls", "-A", str(repository)], capture_output=True, text=True)
     if tried.returncode:
-        pytest.skip(f"unshare is not permitted here: {tried.stderr.strip()}")
+        pytest.skip(UNSHARE)
     assert tried.stdout == "", "the checkout is still visible"
     interfaces = subprocess.check_output([*prefix, "/bin/cat", "/proc/net/dev"], text=True).splitlines()[2:]
     assert [line.split(":")[0].strip() for line in interfaces] == ["lo"], "the network is still there"

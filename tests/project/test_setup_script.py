@@ -64,13 +64,39 @@ def macos(machine: Machine) -> Machine:
     return machine
 
 
-def python_without(module: str) -> str:
-    """A Python that works, except that whatever mentions `module` fails."""
-    return f'case "$*" in *{module}*) exit 1;; esac; exec {sys.executable} "$@"'
+def python_without(*modules: str) -> str:
+    """A Python that works, except that whatever mentions one of `modules` fails."""
+    fails = "|".join(f"*{module}*" for module in modules)
+    return f'case "$*" in {fails}) exit 1;; esac; exec {sys.executable} "$@"'
+
+
+def with_compiler(machine: Machine) -> Machine:
+    machine.add("gcc", "exit 0")
+    return machine
+
+
+def test_all_that_is_missing_is_named_in_one_line_with_one_command(debian: Machine) -> None:
+    debian.add("python3", python_without("ensurepip", "Python.h"))
+    line = debian.problem()
+    for problem in ("the venv module of python3 is missing", "Python.h of python3 is missing", "no C compiler found"):
+        assert problem in line
+    assert line.endswith(f"; fix: sudo apt-get install python{VERSION}-venv python{VERSION}-dev gcc libc6-dev")
+
+
+def test_a_bare_machine_needs_one_command(debian: Machine) -> None:
+    fix = "; fix: sudo apt-get install python3 python3-venv python3-dev gcc libc6-dev"
+    assert debian.problem().endswith(fix)
+    assert debian.problem("/nowhere/python3").endswith(fix)
+
+
+def test_one_remedy_of_a_mac_is_named_once(macos: Machine) -> None:
+    macos.add("python3", python_without("ensurepip", "Python.h"))
+    macos.add("gcc", "exit 0")
+    assert machine_fix(macos) == f"brew install python@{VERSION}"
 
 
 def test_a_machine_without_python_is_told_which_packages_bring_it(debian: Machine) -> None:
-    assert debian.problem().endswith("fix: sudo apt-get install python3 python3-venv python3-dev")
+    assert with_compiler(debian).problem().endswith("fix: sudo apt-get install python3 python3-venv python3-dev")
 
 
 def test_a_python_that_is_too_old_or_a_broken_shim_does_not_count(debian: Machine) -> None:
@@ -85,12 +111,12 @@ def test_a_wrong_choice_of_python_is_named(debian: Machine) -> None:
 
 def test_a_missing_venv_module_names_its_package(debian: Machine) -> None:
     debian.add("python3", python_without("ensurepip"))
-    assert debian.problem().endswith(f"fix: sudo apt-get install python{VERSION}-venv")
+    assert with_compiler(debian).problem().endswith(f"fix: sudo apt-get install python{VERSION}-venv")
 
 
 def test_missing_headers_name_their_package(debian: Machine) -> None:
     debian.add("python3", python_without("Python.h"))
-    assert debian.problem().endswith(f"fix: sudo apt-get install python{VERSION}-dev")
+    assert with_compiler(debian).problem().endswith(f"fix: sudo apt-get install python{VERSION}-dev")
 
 
 def test_a_missing_compiler_names_its_package(debian: Machine) -> None:

@@ -27,6 +27,7 @@ import test_shaders_moe as moe
 import test_shaders_probe as probe
 import test_shaders_route as route
 from kernel_calls import Call
+from metal.standin import require_standin
 from msl_harness import SLACK, bf16, run, run_call, run_many, step
 from msl_survey import survey
 
@@ -38,6 +39,8 @@ Array = Any
 @pytest.fixture(autouse=True)
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Shaders run on the device; the names of those that did."""
+    if not msl_device.ON_A_MAC:
+        require_standin()
     names: set[str] = set()
     whole = msl_device.run_on_device
 

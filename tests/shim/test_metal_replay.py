@@ -71,21 +71,23 @@ def test_pipelines_are_made_for_it_in_this_mode_only_and_kept_apart(opened: Open
 
 
 # ---- order and residency
-def queue_three(w: Work) -> None:
+def queue_three(metal: Standin, w: Work) -> None:
     recorded = [w.record(dispatch(src=a, dst=b)) for a, b in ("ab", "bc", "cd")]
-    for ticket in [w.device.submit([x]) for x in recorded]:
+    with metal.held():
+        tickets = [w.device.submit([x]) for x in recorded]
+    for ticket in tickets:
         w.device.wait(ticket)
 
 
 def test_submissions_that_share_memory_are_ordered_by_fences(metal: Standin, replaying: Work) -> None:
-    metal.set(order=1, delay_us=20_000)
-    queue_three(replaying)
+    metal.set(order=1)
+    queue_three(metal, replaying)
 
 
 def test_without_fences_they_would_be_reported_as_a_race(metal: Standin, replaying: Work) -> None:
     """The check of the test before can fail: hazard tracking does not see what indirect command buffers use."""
-    metal.set(order=1, delay_us=20_000, unfenced=1)
-    queue_three(replaying)
+    metal.set(order=1, unfenced=1)
+    queue_three(metal, replaying)
     assert any(line.startswith("race: command buffers") for line in metal.complaints)
     metal.lib.standin_reset()
 

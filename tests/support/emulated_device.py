@@ -2,7 +2,8 @@
 """The CPU device of another processor, under qemu-user: kernels for aarch64 tested on an x86-64 machine.
 
 ``EmulatedDevice`` has the part of ``lily.device.device.Device`` that kernel tests use.  The library is compiled with a
-cross compiler and driven through tests/cpu/kernel_server.c.  Not handled: speed, timing, engines.
+cross gcc, or with zig where there is none, and driven through tests/cpu/kernel_server.c.
+Not handled: speed, timing, engines.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from needs import QEMU
 from paths import ROOT
 
 from lily.device.device import pack_params
@@ -26,13 +29,24 @@ from lily.errors import DeviceError
 from lily.kernels import c_header
 from lily.plan.views import Plan
 
-COMPILER, EMULATOR, SYSROOT = "aarch64-linux-gnu-gcc", "qemu-aarch64", "/usr/aarch64-linux-gnu"
+EMULATOR = "qemu-aarch64"
 FLAGS = ["-O2", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Werror"]
 
 
-def missing_tools() -> list[str]:
-    """What this machine lacks for running aarch64 code."""
-    return [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
+def missing_tools() -> str:
+    """What this machine lacks for running aarch64 code, with the remedy; empty if nothing."""
+    return "" if shutil.which(EMULATOR) else QEMU
+
+
+def zig_cross_compiler() -> list[str]:
+    """zig's clang for aarch64; what it makes is linked statically, as qemu has no C library for it."""
+    return [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl", "-static", "-fno-sanitize=all"]
+
+
+def cross_compiler() -> list[str]:
+    """A C compiler for aarch64: gcc where it is installed, which may compile the same code in another way, or zig."""
+    gcc = shutil.which("aarch64-linux-gnu-gcc")
+    return [gcc, "-static"] if gcc else zig_cross_compiler()
 
 
 def build_server(folder: Path) -> Path:
@@ -41,17 +55,18 @@ def build_server(folder: Path) -> Path:
     cpu = ROOT / "lily" / "cpu"
     sources = [*(cpu / "runtime").glob("*.c"), cpu / "paths" / "isa_neon.c", cpu / "paths" / "isa_portable.c"]
     sources += [ROOT / "objc_shim" / "device_common.c", ROOT / "tests" / "cpu" / "kernel_server.c"]
+    compiler = cross_compiler()
     includes = [f"-I{ROOT / 'objc_shim'}", f"-I{folder}"]
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
-        subprocess.run([COMPILER, *FLAGS, *includes, "-c", str(source), "-o", str(target)], check=True)
+        subprocess.run([*compiler, *FLAGS, *includes, "-c", str(source), "-o", str(target)], check=True)
         return target
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, sources))
     server = folder / "kernel_server"
-    subprocess.run([COMPILER, *map(str, objects), "-o", str(server), "-pthread", "-lm"], check=True)
+    subprocess.run([*compiler, *map(str, objects), "-o", str(server), "-pthread", "-lm"], check=True)
     return server
 
 
@@ -82,7 +97,7 @@ class EmulatedDevice:
 
     def __init__(self, server: Path, **options: object) -> None:
         text = "\n".join(f"{k}={v}" for k, v in options.items())
-        command = [EMULATOR, "-L", SYSROOT, str(server), text]
+        command = [EMULATOR, str(server), text]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None

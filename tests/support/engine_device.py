@@ -8,8 +8,8 @@ GPU; elsewhere it is the real shim on the stand-in for Metal, with the shaders r
         with open_engine(TINY) as engine:                     # on the device of this test
             steps = device.pick(full=100, emulated=8)
 
-Marks: `only_on(name, reason)` skips a test on all other devices; `sweep` makes it part of `make test-full` only where
-kernels are emulated. `@on_paths(*isa_paths())` runs a test on every instruction-set path of the cpu device.
+Marks: `only_on(name, reason)` leaves a test out on all other devices; `sweep` makes it part of `make test-full` only
+where kernels are emulated. `@on_paths(*isa_paths())` runs a test on every instruction-set path of the cpu device.
 
 Not handled: opening engines (engine_harness.py); what the stand-in can do (metal/standin.h).
 """
@@ -125,10 +125,10 @@ def stand_in(device: Target) -> Iterator[Any]:
 @contextmanager
 def _emulated(folder: Path) -> Iterator[None]:
     from metal.engine import emulated_metal
-    from msl_build import compiler
+    from msl_compiler import MISSING, compiler
 
     if compiler() is None:
-        pytest.skip("no clang++ of version 17 or later; install clang-19")
+        pytest.skip(MISSING)
     # Kernels are compiled when a plan needs them: all that any request could need keep the host's compiler busy for
     # minutes (test_metal_engine.py does it once).
     with emulated_metal(folder), mock.patch("lily.engine.compile_pipelines"):
@@ -144,16 +144,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what is `full`
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    elsewhere = {item for item in items if _says_nothing(item)}
+    if elsewhere:
+        config.hook.pytest_deselected(items=list(elsewhere))
+        items[:] = [item for item in items if item not in elsewhere]
     for item in items:
         at = _device_of(item)
         if at is None:
             continue
-        for mark in item.iter_markers("only_on"):
-            if at.name != mark.args[0]:
-                item.add_marker(pytest.mark.skip(reason=f"not on {at.name}: {mark.kwargs['reason']}"))
         if at.emulated and item.get_closest_marker("sweep"):
             item.add_marker(pytest.mark.full)
+
+
+def _says_nothing(item: pytest.Item) -> bool:
+    """Whether a test is meant for another device than its own."""
+    at = _device_of(item)
+    return at is not None and any(at.name != mark.args[0] for mark in item.iter_markers("only_on"))
 
 
 def _device_of(item: pytest.Item) -> Target | None:
@@ -169,7 +176,7 @@ def on_paths(*isas: str) -> pytest.MarkDecorator:
 
 
 def cpu_only(reason: str) -> pytest.MarkDecorator:
-    """Skips a test on other devices."""
+    """Leaves a test out on other devices."""
     return pytest.mark.only_on("cpu", reason=reason)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles shaders and the emulator, and keeps the results in build/msl by the hash of everything that went in.
 
-Not handled: cleaning the cache (`make clean` removes it); compilers other than clang.
+Not handled: cleaning the cache (`make clean` removes it); which compiler (msl_compiler.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msl_compiler import the_compiler
 from paths import TESTS
 
 from lily.kernels import c_header
@@ -51,21 +51,6 @@ _CHECKED = [
         "distinguish-volatile=1",
     )),
 ]  # fmt: skip
-
-
-@cache
-def compiler() -> str | None:
-    """A clang++ with bfloat16 and half arithmetic, None if there is none, and on a Mac: the emulator links for ELF."""
-    if sys.platform == "darwin":
-        return None
-    for name in (os.environ.get("LILY_CLANG"), "clang++-19", "clang++-20", "clang++-18", "clang++-17", "clang++"):
-        path = shutil.which(name) if name else None
-        if path:
-            said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-            version = re.search(r"version (\d+)", said)
-            if version and int(version[1]) >= 17:
-                return path
-    return None
 
 
 @cache
@@ -107,7 +92,7 @@ def _compile(what: str | Path, suffix: str, command: Sequence[str], name: str) -
 
 @cache
 def _headers_hash() -> str:
-    digest = hashlib.sha256((compiler() or "").encode())
+    digest = hashlib.sha256(the_compiler().version.encode())
     for path in sorted([*INCLUDE.glob("*.h"), *EMULATOR.glob("*.h"), *EMULATOR.glob("*.cpp")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -130,25 +115,24 @@ def runtime_path() -> Path:
     inputs = [*sorted(DEVICE.glob("*device*.[ch]")), _kernel_table() / "kernel_params.h"]
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in inputs)).hexdigest()
     text = "".join([f"// {digest}\n", *(f'#include "{p}"\n' for p in sources)])
-    clang = compiler()
-    assert clang is not None, "no clang++ of version 17 or later; install clang-19"
-    command = [
-        clang,
-        *_COMMON,
-        "-O2",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-Wl,-Bsymbolic",
-        "-I",
-        str(EMULATOR),
-        "-I",
-        str(DEVICE),
-        "-I",
-        str(_kernel_table()),
-    ]
-    return _compile(text, ".so", command, "runtime")
+    clang = the_compiler()
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    include = [f"-I{folder}" for folder in (EMULATOR, DEVICE, _kernel_table())]
+    compiled = _compile(text, ".o", [*clang.command, *_COMMON, "-O2", *warnings, *include, "-c"], "runtime")
+    # Kernels find it by this name, whatever the linker makes of a path.
+    link = [*clang.linker, "-shared", "-pthread", "-Wl,-Bsymbolic", f"-Wl,-soname,{compiled.stem}.so"]
+    return _link(compiled, link)
+
+
+def _link(compiled: Path, command: Sequence[str]) -> Path:
+    """The shared library beside an object file and of its name, from the cache if it is there."""
+    target = compiled.with_suffix(".so")
+    if not target.exists():
+        part = target.with_name(f"{target.stem}.{os.getpid()}.part")
+        done = subprocess.run([*command, str(compiled), "-o", str(part)], capture_output=True, text=True)
+        assert done.returncode == 0, f"{target.name} does not link:\n{done.stderr[:8000]}"
+        part.replace(target)
+    return target
 
 
 @cache
@@ -207,7 +191,8 @@ def _precompiled(checked: bool, flags: tuple[str, ...] = ()) -> Path:
     """The emulator's header, parsed once for all kernels."""
     # Without time stamps: a checkout may touch files that did not change.
     options = ["-Xclang", "-fno-pch-timestamp", "-x", "c++-header"]
-    return _compile(EMULATOR / "msl_host.h", ".pch", [compiler() or "", *_flags(checked), *flags, *options], "header")
+    command = [*the_compiler().command, *_flags(checked), *flags, *options]
+    return _compile(EMULATOR / "msl_host.h", ".pch", command, "header")
 
 
 @cache
@@ -242,15 +227,13 @@ def _load(
     resolve: Resolver | None, flags: tuple[str, ...], alone: bool,
 ) -> Library:  # fmt: skip
     source = own_source or shader_source(act)
-    clang = compiler()
-    assert clang is not None, "no clang++ of version 17 or later; install clang-19"
     translated = translation(source, metal, checked, resolve)
     names = [e.name for e in translated.entries]
     if kernel not in names:
         raise AssertionError(f"the shaders have no kernel {kernel!r}; they have {', '.join(names) or 'none'}")
     library = runtime_path()
     command = [
-        clang, *_flags(checked), *flags, "-include-pch", str(_precompiled(checked, flags)), "-shared",
+        *the_compiler().command, *_flags(checked), *flags, "-include-pch", str(_precompiled(checked, flags)), "-shared",
         str(library), f"-Wl,-rpath,{library.parent}", "-Wl,-z,defs", "-lm",
     ]  # fmt: skip
     made = host_source(translated, {kernel} if alone else None, dict(constants))

@@ -20,7 +20,8 @@ import pytest
 from kernel_calls import Array, Call, run_calls
 from metal.engine import emulated_metal
 from metal.toolchain import CACHE
-from msl_build import compiler, shader_source
+from msl_build import shader_source
+from msl_compiler import MISSING, compiler
 
 from lily.device.device import Device
 
@@ -70,7 +71,7 @@ _open: dict[tuple[str, int], Device] = {}
 def _stand_in(metal: int, options: dict[str, object]) -> Iterator[Device]:
     """Opened anew each time: the stand-in's state is global, and other tests reset it."""
     if compiler() is None:
-        pytest.skip("no clang++ of version 17 or later; install clang-19")
+        pytest.skip(MISSING)
     with emulated_metal(CACHE, **options) as s:
         s.set(**(TENSOR_UNITS if metal >= 400 else {"family": FAMILY}))
         with Device("metal") as device:

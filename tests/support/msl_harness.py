@@ -33,8 +33,7 @@
   says that no barrier stands before it: hazards with the dispatches since the last one are then reported.
 * Compiled kernels are cached in build/msl by the hash of their source; the first use of a kernel costs 1–2 seconds.
 
-Not handled: whole plans (metal/engine.py), speed.  The emulator needs Linux and clang++-19, or a
-$LILY_CLANG of version 17 and later.
+Not handled: whole plans (metal/engine.py), speed.  The emulator needs Linux and a clang (msl_compiler.py).
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ import numpy as np
 import pytest
 from kernel_calls import Array, Call, RunCall, check_names
 from kernel_harness import request, step
-from msl_build import Library, compiler, kernel_library, located, runtime, translation
+from msl_build import Library, kernel_library, located, runtime, translation
+from msl_compiler import MISSING, compiler
 
 from lily.device.device import pack_params
 from lily.kernels import KERNELS
@@ -88,11 +88,7 @@ ORDERS = tuple(_ORDERS) if backend() == "emulator" else ("forward",)
 # division, and may reassociate sums.  Tests multiply the tolerances that are that tight with it.
 SLACK = 4.0 if backend() == "device" and sys.platform == "darwin" else 1.0
 
-_NO_EMULATOR = (
-    "the emulator of the shaders runs on Linux only" if sys.platform == "darwin"
-    else "no clang++ of version 17 or later; install clang-19"
-)  # fmt: skip
-needs_clang = pytest.mark.skipif(compiler() is None, reason=_NO_EMULATOR)
+needs_clang = pytest.mark.skipif(compiler() is None, reason=MISSING)
 needs_shaders = [needs_clang] if backend() == "emulator" else []  # for pytestmark
 needs_emulator = needs_clang if backend() == "emulator" else pytest.mark.skip("only the emulator checks every access")
 

@@ -13,7 +13,8 @@ import re
 import subprocess
 from collections.abc import Sequence
 
-from msl_build import EMULATOR, compiler
+from msl_build import EMULATOR
+from msl_compiler import the_compiler
 
 from lily.msl.preprocess import metal_defines, preprocess
 from lily.msl.syntax import closing, closing_angle, is_attribute, without_attributes
@@ -84,12 +85,10 @@ def space_errors(source: str, metal: int = 320, flags: Sequence[str] = ()) -> li
     for inst in t.instances:  # what a template kernel does with its types
         if inst.base in t.kernels:
             text += f'#line {inst.at.line} "{inst.at.file}"\nauto msl_instance_{id(inst)} = &{inst.function};\n'
-    clang = compiler()
-    assert clang is not None
     command = [
-        clang, "-std=c++20", "-fsyntax-only", "-x", "c++", "-", "-include", str(EMULATOR / "msl_spaces.h"),
-        "-Wno-everything", "-Werror=incompatible-pointer-types", "-Werror=narrowing", "-ferror-limit=50",
-        "-fno-caret-diagnostics", *flags,
+        *the_compiler().command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-", "-Wno-everything",
+        "-include", str(EMULATOR / "msl_spaces.h"), "-Werror=incompatible-pointer-types", "-Werror=narrowing",
+        "-ferror-limit=50", "-fno-caret-diagnostics", *flags,
     ]  # fmt: skip
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     return _errors(done.stderr.splitlines())

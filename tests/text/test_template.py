@@ -3,7 +3,6 @@
 
 import copy
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cache
@@ -13,15 +12,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import REAL_DATA, real_tokenizer
 from paths import EMBEDDED
 
 from lily.errors import CheckpointError, InvalidRequestError
 from lily.text.template import ChatTemplate, normalise_messages, starts_in_reasoning
 from lily.text.tokenizer import Tokenizer
 
-REAL = Path(os.environ["LILY_TEST_DATA"]) / "tokenizer" if "LILY_TEST_DATA" in os.environ else None
+REAL = real_tokenizer()
 
-needs_real = pytest.mark.skipif(REAL is None, reason="LILY_TEST_DATA is not set: no real chat template")
+needs_real = pytest.mark.skipif(REAL is None, reason=REAL_DATA)
 
 # Refuses what the real template refuses, in the same words, so that these cases run without it.
 STRICT = """

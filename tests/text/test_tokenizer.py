@@ -17,6 +17,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from needs import REAL_DATA, real_tokenizer
 from paths import EMBEDDED, ROOT
 
 from lily.errors import CheckpointError, InvalidRequestError
@@ -24,10 +25,10 @@ from lily.text.detokenizer import Detokenizer
 from lily.text.tokenizer import Tokenizer, byte_level_alphabet
 
 EMBEDDED_VOCAB = 4096
-REAL = Path(os.environ["LILY_TEST_DATA"]) / "tokenizer" if "LILY_TEST_DATA" in os.environ else None
+REAL = real_tokenizer()
 REAL_VOCAB = 248_320
 
-needs_real = pytest.mark.skipif(REAL is None, reason="LILY_TEST_DATA is not set: no real tokenizer")
+needs_real = pytest.mark.skipif(REAL is None, reason=REAL_DATA)
 
 
 @cache
