@@ -35,7 +35,7 @@ def test_prefill(benchmark, engine, prompt):
     """A prompt of 512 tokens to its first token."""
 
     def run():
-        engine._runner.reset()
+        engine._sequence.reset()
         engine.generate(prompt, max_tokens=1, temperature=0.0)
 
     benchmark.pedantic(run, rounds=5, warmup_rounds=1)
@@ -57,7 +57,7 @@ def test_decode(benchmark, engine, prompt, how):
     """64 tokens after a prompt of 512, the prompt not counted."""
 
     def start():
-        engine._runner.reset()
+        engine._sequence.reset()
         stream = engine.stream(prompt, max_tokens=STEPS + 1, ignore_eos=True, **SAMPLING[how])
         next(stream)
         return (stream,), {}
@@ -78,7 +78,7 @@ def test_second_turn(benchmark, engine):
     second = [*first, {"role": "assistant", "content": reply.text}, {"role": "user", "content": "And then?"}]
 
     def start():
-        engine._runner.reset()
+        engine._sequence.reset()
         engine.chat(first, **options)
 
     done = benchmark.pedantic(lambda: engine.chat(second, **options), setup=start, rounds=5, warmup_rounds=1)

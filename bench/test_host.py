@@ -12,6 +12,7 @@ import pytest
 
 from lily.checkpoint.config import ModelConfig
 from lily.device.device import Device
+from lily.device.weights import Weights
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.run.runner import Runner
@@ -30,8 +31,7 @@ def runner():
     policy = policy_for("cpu")
     weights = map_weights(config, policy)
     with Device("cpu", null=1, threads=1) as device:
-        buffers = {name: device.buffer(size) for name, size in weights.buffers.items()}
-        runner = Runner(device, config, policy, weights, buffers, max_context=8192, vocab=248_077)
+        runner = Runner(device, config, policy, Weights(device, weights), vocab=248_077)
         yield runner
         runner.close()
 
@@ -40,15 +40,18 @@ def test_host_time_per_token(benchmark, runner):
     """≤ 50 µs from one token to the next, submission, wait and hand-over included."""
     params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 
-    def start():
-        runner.reset()
-        runner.start([1, 2, 3], params, (), STEPS + 1)
-        runner.next()
+    sequence = runner.sequence(max_context=8192)
 
-    def decode():
+    def start():
+        sequence.reset()
+        reply = runner.start(sequence, [1, 2, 3], params, (), STEPS + 1)
+        reply.next()
+        return (reply,), {}
+
+    def decode(reply):
         for _ in range(STEPS):
-            runner.next()
-        runner.stop()
+            reply.next()
+        reply.stop()
 
     benchmark.pedantic(decode, setup=start, rounds=7, warmup_rounds=1)
     per_token = np.median(benchmark.stats.stats.data) / STEPS

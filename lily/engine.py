@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: a model on a device, and the calls that make text.
 
-One engine runs one request at a time; calls from any thread queue.  Not handled: batching of requests.
+One engine runs one request at a time; calls from any thread queue (run/turns.py).  Not handled: batching of requests.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import numpy as np
 
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.resolve import resolve_model
 from lily.checks.tensor_check import open_checked
-from lily.device.device import Buffer, choose_device, cpu_remedy
+from lily.device.device import choose_device, cpu_remedy
 from lily.device.pipelines import compile_pipelines, pipelines
-from lily.device.weights import load_weights
+from lily.device.weights import Weights
 from lily.errors import DeviceError, InvalidRequestError, LilyError
 from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.run.budget import SNAPSHOTS, Room, plan_context
 from lily.run.chunks import cut
-from lily.run.runner import Runner, Token
+from lily.run.reply import Token
+from lily.run.runner import Runner
+from lily.run.turns import Request, Turns
 from lily.sampling import SamplingParams, check_ids, checkpoint_defaults, make_params
 from lily.streaming import (
     Completion,
@@ -80,10 +81,9 @@ class Engine:
         threads: int | None = None, ablate: Sequence[str] | str = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
-        self._lock = threading.Lock()
-        self._active: Control | None = None  # of the reply that holds the lock
+        self.turns = Turns()
         self._closed = True  # until everything is there
-        self._broken = False
+        self._broken = False  # something may have broken into a request
         _check_options(max_context, threads)
         name = choose_device(device)
         self._policy = policy_for(name, ablate.split(",") if isinstance(ablate, str) else tuple(ablate))
@@ -130,20 +130,16 @@ class Engine:
             if progress:
                 progress(done, checkpoint.total_bytes)
 
-        buffers: dict[str, Buffer] = {}
-        try:
-            for key, size in weights.buffers.items():
-                buffers[key] = device.buffer(size)
-            load_weights(checkpoint, weights, {key: b.bytes for key, b in buffers.items()}, report)
-            self._runner = Runner(
-                device, config, self._policy, weights, buffers, max_context=self.max_context,
-                vocab=min(self.tokenizer.num_tokens, config.vocab_size), snapshots=SNAPSHOTS,
-            )  # fmt: skip
-        except BaseException:
-            for buffer in buffers.values():
-                buffer.free()
-            raise
-        self._device_info = device.info
+        with ExitStack() as parts:  # closed in the reverse order, here if something fails
+            self._weights = Weights(device, weights)
+            parts.callback(self._weights.close)
+            self._weights.load(checkpoint, report)
+            vocab = min(self.tokenizer.num_tokens, config.vocab_size)
+            self._runner = Runner(device, config, self._policy, self._weights, vocab=vocab)
+            parts.callback(self._runner.close)
+            self._sequence = self._runner.sequence(max_context=self.max_context, snapshots=SNAPSHOTS)
+            self._device_info = device.info
+            self._parts = parts.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -158,17 +154,20 @@ class Engine:
     def close(self) -> None:
         """Ends the engine and gives its memory back; repeated calls do nothing.
 
-        A reply that this thread has not read to its end is cancelled; those of other threads are waited for.
+        A call that runs in another thread is waited for; a stream that is not read to its end is cancelled.
         """
-        active = self._active
-        own = active.stream() if active and active.stream and active.waits_for_this_thread else None
-        if own is not None:
-            own.close()
-        with self._exclusive():
-            if not self._closed:
-                self._closed = True
-                self._runner.close()
+        self._closed = True  # for those that wait
+        control = Control()
+        with control.alive:
+            try:
+                self.turns.enter(control, _close_stream)
+                self._parts.close()
                 self._device.close()
+            finally:
+                self.turns.leave(control)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine owns its device's memory: it cannot be copied or pickled")
 
     @property
     def info(self) -> dict[str, Any]:
@@ -194,18 +193,15 @@ class Engine:
     # ---- text
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
         """Continues ``prompt`` (text, taken as it is, or token ids); ``sampling`` as in SamplingParams."""
-        with self.stream(prompt, **sampling) as chunks:
-            for chunk in chunks:
-                if chunk.completion is not None:
-                    return chunk.completion
-        raise LilyError("the stream ended without a result")
+        with self.stream(prompt, **sampling) as stream:
+            return stream.completion()
 
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
         """As ``generate``, in pieces. Closing the stream cancels within one token, or one chunk of the prompt.
 
         The request is checked at once; it runs when the first piece is asked for.
         """
-        return Stream(self.request(prompt, sampling))
+        return Stream(self.turns, self.request(prompt, sampling))
 
     def request(self, prompt: str | Sequence[int], sampling: Mapping[str, Any]) -> Callable[[Control], Pieces]:
         """A checked request, to be run as a stream's chunks."""
@@ -264,12 +260,13 @@ class Engine:
             raise InvalidRequestError(f"top_k is {top_k!r}; allowed are 0 to {min(MAX_SCORE_TOP, known)}")
         if max(ids[1:]) >= known:
             raise InvalidRequestError(f"token id {max(ids[1:])} is a padding row, never drawn: it has no probability")
-        with self._sequence() as runner:
-            runner.check_context(len(ids) - 1, "text to score")
-            runner.reset()
-            runner.reserve(len(ids) - 1)
+        control, runner, sequence = Control(), self._runner, self._sequence
+        sequence.check_context(len(ids) - 1, "text to score")
+        with control.alive, self._turn(control):
+            sequence.reset()
+            runner.reserve(sequence, len(ids) - 1)
             parts = [
-                runner.score(ids[chunk.start : chunk.end], ids[chunk.start + 1 : chunk.end + 1], top_k)
+                runner.score(sequence, ids[chunk.start : chunk.end], ids[chunk.start + 1 : chunk.end + 1], top_k)
                 for chunk in cut(ids[:-1], 0, self._policy, self._message_start)
             ]
         logprobs, top_ids, values, flags = (np.concatenate(x) for x in zip(*parts, strict=True))
@@ -282,7 +279,7 @@ class Engine:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
-        self._runner.check_context(len(tokens))
+        self._sequence.check_context(len(tokens))
         return tokens
 
     def _check_ids(self, ids: Sequence[int]) -> list[int]:
@@ -307,61 +304,55 @@ class Engine:
             raise InvalidRequestError("the engine is closed")
 
     @contextmanager
-    def _exclusive(self, control: Control | None = None) -> Iterator[None]:
-        """The engine for one request: others wait. A thread that waits for its own unfinished stream is told so."""
-        active = self._active
-        if active is not None and self._lock.locked() and active.waits_for_this_thread:
-            raise InvalidRequestError(
-                "this thread has an unfinished stream of the same engine; read it to its end or close it first"
-            )
-        with self._lock:
-            try:
-                self._active = control
-                yield
-            finally:
-                self._active = None
+    def _turn(self, control: Control) -> Iterator[bool]:
+        """The device for one request; False if it was cancelled while it waited.
 
-    @contextmanager
-    def _sequence(self, control: Control | None = None) -> Iterator[Runner]:
-        """The runner, for one request. After what broke in at an unknown place (Ctrl-C) the next starts from zero."""
-        with self._exclusive(control):
+        After what broke in at an unknown place (Ctrl-C) the next request starts from nothing.
+        """
+        try:
+            if not self.turns.enter(control, _read_ahead):
+                yield False
+                return
             self._check_open()
             if self._broken:
-                self._runner.abandon()
+                self._runner.abandon(self._sequence)
             self._broken = True
             try:
-                yield self._runner
+                yield True
             except (LilyError, GeneratorExit):
                 self._broken = False
                 raise
             self._broken = False
+        finally:
+            self.turns.leave(control)
 
     def _run(self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], control: Control) -> Pieces:
-        cancelled = control.cancelled.is_set
-        with self._sequence(control) as runner:
-            began = time.perf_counter()
-            cached = runner.resume(tokens)
-            runner.reserve(len(tokens) + 1)
+        with control.alive, self._turn(control) as mine:
+            if not mine:
+                return
+            began, runner, sequence = time.perf_counter(), self._runner, self._sequence
+            cached = sequence.resume(tokens)
+            runner.reserve(sequence, len(tokens) + 1)
             limit = min(params.max_tokens, self.max_context - len(tokens))
             *chunks, last = cut(tokens, cached, self._policy, self._message_start)
             for chunk in chunks:
-                runner.prefill(tokens[chunk.start : chunk.end])
+                runner.prefill(sequence, tokens[chunk.start : chunk.end])
                 if chunk.keep:
-                    runner.snapshot()
-                if cancelled():
+                    sequence.snapshot()
+                if control.cancelled:
                     return
-            reply = _Reply(self, tokens, cached, params, stop_ids, began)
+            text = _ReplyText(self, tokens, cached, params, stop_ids, began)
+            reply = runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
             try:
-                runner.start(tokens[last.start : last.end], params, stop_ids, limit)
-                while (token := runner.next()) is not None and not cancelled():
-                    piece = reply.push(token, last=len(reply.token_ids) + 1 == limit)
+                while (token := reply.next()) is not None and not control.cancelled:
+                    piece = text.push(token, last=len(text.token_ids) + 1 == limit)
                     if piece.completion is not None:
                         break
                     yield piece
                 else:
                     return
             finally:
-                runner.stop()
+                reply.stop()
         yield piece  # the engine is free before the last piece is read
 
     def skip_ids(self) -> frozenset[int]:
@@ -376,7 +367,21 @@ def _check_options(max_context: object, threads: object) -> None:
         raise InvalidRequestError(f"threads is {threads!r}; allowed: a whole number from 1 to {MAX_THREADS}")
 
 
-class _Reply:
+def _read_ahead(holder: Request) -> None:
+    """What a request does about a stream that holds the device and that nobody is reading."""
+    stream = holder.stream if isinstance(holder, Control) else None
+    if stream is not None:
+        stream.read_ahead()
+
+
+def _close_stream(holder: Request) -> None:
+    """What the end of the engine does about it."""
+    stream = holder.stream if isinstance(holder, Control) else None
+    if stream is not None:
+        stream.close()
+
+
+class _ReplyText:
     """Collects a reply: text from tokens, stop strings, log-probabilities, the final result."""
 
     def __init__(

@@ -7,12 +7,14 @@ comparing tokens; so an edited or repeated turn is as correct as a new one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from lily.errors import LilyError
-from lily.streaming import Completion, Pieces, Stream
+from lily.errors import InvalidRequestError, LilyError
+from lily.streaming import Completion, Control, Pieces, Stream, StreamChunk
 
 if TYPE_CHECKING:
     from lily.engine import Engine
@@ -27,6 +29,7 @@ class Session:
         self.engine, self.system = engine, system
         self.template_kwargs = dict(template_kwargs or {})
         self.messages: list[dict[str, Any]] = []
+        self._replying = threading.Lock()  # held while a turn is under way
         self.reset()
 
     def reset(self) -> None:
@@ -37,31 +40,55 @@ class Session:
         self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
     ) -> Completion:
         """Adds a user message (or any message) and the reply to it; on an error the conversation is unchanged."""
-        with self.stream(message, tools=tools, **sampling) as chunks:
-            for chunk in chunks:
-                if chunk.completion is not None:
-                    completion = chunk.completion
-        return completion
+        with self.stream(message, tools=tools, **sampling) as stream:
+            return stream.completion()
 
     def stream(
         self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
     ) -> Stream:
-        """As ``send``, in pieces. A reply that is cancelled stays in the conversation as far as it was shown."""
-        turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        prompt = self.engine.render_chat([*self.messages, turn], tools=tools, template_kwargs=self.template_kwargs)
-        request = self.engine.request(prompt, sampling)
-        return Stream(lambda control: self._turn(turn, request(control)))
+        """As ``send``, in pieces. A reply that is cancelled stays in the conversation as far as it came.
 
-    def _turn(self, turn: dict[str, Any], pieces: Pieces) -> Pieces:
-        shown: list[str] = []
+        The turn begins when its first piece is asked for, and follows the messages that are there then. It is an
+        InvalidRequestError to begin one before the one before it has ended.
+        """
+        if not isinstance(message, (str, Mapping)):
+            raise InvalidRequestError(f"a message is text or a mapping with role and content, not {message!r:.80}")
+        turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+        before = deepcopy(self.messages)
+
+        def request() -> Callable[[Control], Pieces]:
+            messages = [*self.messages, turn]
+            prompt = self.engine.render_chat(messages, tools=tools, template_kwargs=self.template_kwargs)
+            return self.engine.request(prompt, sampling)
+
+        checked = request()  # what is wrong with it is said at once
+        return Stream(
+            self.engine.turns,
+            lambda control: self._turn(turn, lambda: (checked if self.messages == before else request())(control)),
+        )
+
+    def _turn(self, turn: dict[str, Any], begin: Callable[[], Pieces]) -> Pieces:
+        came: list[str] = []
+        last: StreamChunk | None = None
+        mine = False
         try:
-            with closing(pieces):
+            mine = self._replying.acquire(blocking=False)
+            if not mine:
+                raise InvalidRequestError("a reply of this conversation is unfinished; read it to its end or close it")
+            with closing(begin()) as pieces:
                 for chunk in pieces:
-                    shown.append(chunk.text)
-                    yield chunk
+                    came.append(chunk.text)
+                    if chunk.completion is None:
+                        yield chunk
+                    else:
+                        last = chunk
         except LilyError:
-            shown.clear()
+            came.clear()
             raise
         finally:
-            if shown:
-                self.messages += [turn, {"role": "assistant", "content": "".join(shown)}]
+            if came:
+                self.messages += [turn, {"role": "assistant", "content": "".join(came)}]
+            if mine:
+                self._replying.release()
+        if last is not None:
+            yield last  # the conversation has the turn by now

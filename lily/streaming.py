@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Self
+
+from lily.errors import LilyError
+from lily.run.turns import Request, Turns
 
 FinishReason = Literal["stop", "length"]
 
@@ -63,49 +68,96 @@ class StreamChunk:
 Pieces = Generator[StreamChunk, None, None]
 
 
-class Control:
+class Control(Request):
     """What the two ends of a stream share. The generator holds this and not the stream, which may be abandoned."""
 
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
-        self.reader = 0  # ident of the thread that read last
-        self.reading = False
-        self.stream: weakref.ref[Stream] | None = None
+    def __init__(self, stream: Stream | None = None) -> None:
+        super().__init__()
+        self._stream = None if stream is None else weakref.ref(stream)
 
     @property
-    def waits_for_this_thread(self) -> bool:
-        """Whether the stream is unfinished and the calling thread is the one that would read on."""
-        return not self.reading and self.reader == threading.get_ident()
+    def stream(self) -> Stream | None:
+        """The stream, as long as somebody has it; None for a call that reads its reply itself."""
+        return self._stream() if self._stream else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the stream could be read on, and no thread is reading."""
+        stream = self.stream
+        return stream is not None and not stream.reading
 
 
 class Stream(Iterator[StreamChunk]):
-    """The chunks of a reply. Any thread may end it early; it may be read from one thread after another."""
+    """The chunks of a reply. Any thread may read or end it.
 
-    def __init__(self, make: Callable[[Control], Pieces]) -> None:
+    A request that waits for the engine while nobody reads this stream reads it ahead; then they are kept here.
+    """
+
+    def __init__(self, turns: Turns, make: Callable[[Control], Pieces]) -> None:
         """``make`` gives the generator of this stream's chunks, which looks at ``Control.cancelled`` as it goes."""
-        self._control = Control()
-        self._control.stream = weakref.ref(self)
+        self._turns = turns
+        self._control = Control(self)
         self._pieces = make(self._control)
+        self._reading = threading.Lock()
+        self._ahead: deque[StreamChunk] = deque()
+        self._failure: LilyError | None = None  # what ended the reply while it was read ahead
+
+    @property
+    def reading(self) -> bool:
+        """Whether a thread is waiting for the next chunk."""
+        return self._reading.locked()
 
     def __next__(self) -> StreamChunk:
-        control = self._control
-        control.reader, control.reading = threading.get_ident(), True
         try:
-            return next(self._pieces)
+            with self._reading:
+                return self._next()
         finally:
-            control.reading = False
+            self._turns.notify()  # nobody is reading now
+
+    def _next(self) -> StreamChunk:
+        if self._control.cancelled:
+            self._pieces.close()
+            raise StopIteration
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._failure is not None:
+            raise self._failure
+        return next(self._pieces)
+
+    def completion(self) -> Completion:
+        """Reads to the end; nobody else can read meanwhile. LilyError: the stream was cancelled."""
+        with self._reading:
+            for chunk in iter(self._next, None):
+                if chunk.completion is not None:
+                    return chunk.completion
+        raise LilyError("the reply was cancelled before its end")
+
+    def read_ahead(self) -> None:
+        """Takes one chunk more for whoever will read on, unless a thread is reading."""
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            chunk = next(self._pieces, None)
+            if chunk is not None:
+                self._ahead.append(chunk)
+        except LilyError as error:
+            self._failure = error
+        except BaseException:
+            self._failure = LilyError("the reply was interrupted while another request waited for it")
+            raise
+        finally:
+            self._reading.release()
 
     def cancel(self) -> None:
         """Ends the reply at the next chunk of the prompt or the next token, without a completion."""
-        self._control.cancelled.set()
+        self._control.cancelled = True
+        self._turns.cancelled(self._control)
 
     def close(self) -> None:
         """Cancels; unless another thread is reading, the engine is free for the next request on return."""
         self.cancel()
-        try:
+        with suppress(ValueError):  # it runs in another thread, which will see the flag
             self._pieces.close()
-        except ValueError:  # it runs in another thread, which will see the flag
-            return
 
     def __enter__(self) -> Self:
         return self

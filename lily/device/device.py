@@ -171,9 +171,14 @@ class Buffer:
 class CommandList:
     """A recorded plan, to be submitted any number of times."""
 
+    host_steps = False  # whether the host has a part in it (run/host_steps.py)
+
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name = device, name
         self.handle = device._new("lily_list_new")
+
+    def run_ahead(self) -> None:
+        """Runs what must be done before the list is submitted: nothing, unless the host has a part in it."""
 
     def free(self) -> None:
         """Gives the list back; none of its submissions may be unfinished."""
@@ -273,8 +278,13 @@ class Device:
         return out
 
     def submit(self, lists: Iterable[CommandList]) -> int:
-        """Queues the lists; returns the ticket to wait for."""
-        handles = [item.handle for item in lists]
+        """Queues the lists; returns the ticket to wait for. Only the first of them may have host steps."""
+        items = list(lists)
+        for item in items:
+            if item.host_steps:
+                assert item is items[0], f"{item.name} has host steps and is submitted after another list"
+                item.run_ahead()
+        handles = [item.handle for item in items]
         array = (ctypes.c_void_p * len(handles))(*handles)
         ticket = ctypes.c_uint64()
         self._check(self.lib.lily_submit(self.handle, array, len(handles), ctypes.byref(ticket)))

@@ -21,6 +21,7 @@ import numpy as np
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.config import QuantSpec
 from lily.device._pack import pack_rows16
+from lily.device.device import Buffer, Device
 from lily.errors import CheckpointError
 from lily.plan.weights_map import Dense, Matrix, WeightsMap, align, matrix_bytes
 
@@ -73,6 +74,35 @@ def _matrices(layer: object) -> Iterator[Matrix]:
 
 def _dense(layer: object) -> Iterator[Dense]:
     return (f for f in _fields(layer) if isinstance(f, Dense))
+
+
+class Weights:
+    """A model's weights on a device, in buffers that belong to this object."""
+
+    def __init__(self, device: Device, weights: WeightsMap) -> None:
+        """Buffers for all of ``weights``, zero-filled. DeviceError: there is no memory for them."""
+        self.map = weights
+        self.buffers: dict[str, Buffer] = {}
+        try:
+            for name, size in weights.buffers.items():
+                self.buffers[name] = device.buffer(size)
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self, checkpoint: Checkpoint, progress: Progress = lambda n: None) -> None:
+        """As ``load_weights``."""
+        load_weights(checkpoint, self.map, {name: b.bytes for name, b in self.buffers.items()}, progress)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes in use."""
+        return sum(b.nbytes for b in self.buffers.values())
+
+    def close(self) -> None:
+        """Gives the memory back; nothing that reads it may be in flight."""
+        while self.buffers:
+            self.buffers.popitem()[1].free()
 
 
 class _Loader:

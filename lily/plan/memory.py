@@ -19,6 +19,7 @@ from lily.policy import Policy
 
 ACT_BYTES = {"f32": 4, "bf16": 2}
 SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B
+SHARED = ("hidden", "logits", "sampler")  # what nothing outlives a step in, so that all sequences share it
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def kv_token_bytes(config: ModelConfig) -> int:
 
 
 def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str, int]:
-    """Bytes of the small buffers of a sequence; ``capacity`` is that of the KV cache in tokens."""
+    """Bytes of the small buffers of a step; ``capacity`` is that of the KV cache in tokens."""
     groups = -(-config.vocab_size // policy.sample_slice)
     return {
         "step.in": structs.STEP.itemsize,
@@ -81,6 +82,17 @@ def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str
         "sampler": align(config.vocab_size * 4) + align(groups * 16) + align(groups * 8) + align(groups * 4)
         + align(8) + 2 * align(MAX_TOP_LOGPROBS * 4),
     }  # fmt: skip
+
+
+def sequence_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str, int]:
+    """Those of ``step_buffers`` that belong to one sequence."""
+    return {name: size for name, size in step_buffers(config, policy, capacity).items() if name not in SHARED}
+
+
+def shared_buffers(config: ModelConfig, policy: Policy) -> dict[str, int]:
+    """Those of ``step_buffers`` that sequences share."""
+    sizes = step_buffers(config, policy, 0)
+    return {name: sizes[name] for name in SHARED}
 
 
 @dataclass(frozen=True)

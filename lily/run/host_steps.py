@@ -7,7 +7,7 @@ of the device's kernels of the same name.  Not handled: host steps in decode lis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from lily.device.device import Buffer, CommandList, Device
@@ -18,7 +18,9 @@ HOST_KERNELS: dict[str, Callable[..., None]] = {"route_group": route_group}
 
 
 class SegmentedList(CommandList):
-    """A recorded plan with host steps. To run it: ``run_ahead``, then submit it, which is its last segment."""
+    """A recorded plan with host steps. What is submitted is its last segment; ``run_ahead`` runs those before."""
+
+    host_steps = True
 
     def __init__(self, device: Device, plan: Plan, buffers: Mapping[str, Buffer]) -> None:
         self.device, self.name, self.handle = device, plan.name, 0
@@ -52,14 +54,6 @@ def record(device: Device, plan: Plan, buffers: Mapping[str, Buffer]) -> Command
     if any(d.host for d in plan.dispatches):
         return SegmentedList(device, plan, buffers)
     return device.record(plan, buffers)
-
-
-def run_ahead(items: Iterable[CommandList]) -> None:
-    """What must run before ``items`` are submitted together; only the first of them can have host steps."""
-    for i, item in enumerate(items):
-        if isinstance(item, SegmentedList):
-            assert i == 0, f"{item.name} has host steps and is submitted after another list"
-            item.run_ahead()
 
 
 def _bind(step: Dispatch, buffers: Mapping[str, Buffer]) -> Callable[[], None]:

@@ -7,20 +7,26 @@ conversations in test_engine_sessions.py.
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from engine_device import Target, sweep
-from engine_harness import open_engine, runner_of
+from engine_harness import current_state, open_engine, sequence_of
 from models import tiny_model
 from waiting import PATIENCE
 
 from lily.engine import Engine, StreamChunk
-from lily.errors import InvalidRequestError
+from lily.errors import DeviceError, LilyError
+from lily.run.reply import Reply
+from lily.run.turns import Request
 
 PROMPT = "Once upon a time"
 IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
@@ -91,12 +97,12 @@ def test_closing_a_stream_stops_the_device(tiny):
     for _ in range(3):
         next(stream)
     stream.close()
-    r = runner_of(tiny)
-    assert r._pipeline.in_flight == 0
-    assert len(r.tokens) <= len(IDS) + 3 + 2  # what was read, and two steps that were under way
-    before = r._outputs.copy()
-    time.sleep(0.05)
-    assert (r._outputs == before).all()
+    s = sequence_of(tiny)
+    assert len(s.tokens) <= len(IDS) + 3 + 2  # what was read, and two steps that were under way
+    before = s.buffers["outputs"].bytes.copy()
+    device = tiny._device
+    device.wait(device.submit([]))  # whatever was still under way has run now
+    assert (s.buffers["outputs"].bytes == before).all()
 
 
 def test_abandoned_stream_frees_the_engine(tiny):
@@ -111,14 +117,108 @@ def test_abandoned_stream_frees_the_engine(tiny):
     assert tiny.generate(IDS, max_tokens=5, temperature=0).token_ids == want
 
 
-def test_second_stream_of_a_thread_is_a_clear_error(tiny):
-    first = tiny.stream(IDS, max_tokens=50, seed=1)
-    next(first)
-    for call in (lambda: tiny.generate([1], max_tokens=1), lambda: tiny.score([1, 2]), lambda: next(tiny.stream([1]))):
-        with pytest.raises(InvalidRequestError, match="unfinished stream"):
-            call()
-    assert next(first).token_ids  # still alive
-    first.close()
+def test_a_request_reads_ahead_a_stream_that_nobody_is_reading(tiny):
+    """Even one of the same thread; both get what they would get alone, to their ends."""
+    want = tiny.generate(IDS, max_tokens=9, seed=1, ignore_eos=True)
+    other, score = tiny.generate([1], max_tokens=3, temperature=0), tiny.score([1, 2, 3]).logprobs
+    for call, wanted in (
+        (lambda: tiny.generate([1], max_tokens=3, temperature=0).token_ids, other.token_ids),
+        (lambda: next(tiny.stream([1], max_tokens=3, temperature=0)).token_ids, other.token_ids[:1]),
+        (lambda: tiny.score([1, 2, 3]).logprobs.tolist(), score.tolist()),
+    ):
+        first = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
+        got = [next(first)]
+        assert call() == wanted
+        got += list(first)
+        assert [chunk.token_ids[0] for chunk in got] == want.token_ids
+        assert got[-1].completion.text == want.text
+
+
+def test_a_stream_whose_thread_has_gone_holds_up_nobody(tiny):
+    want = tiny.generate(IDS, max_tokens=5, temperature=0).token_ids
+    stream = tiny.stream(IDS, max_tokens=20, seed=1, ignore_eos=True)
+    reader = threading.Thread(target=next, args=[stream])
+    reader.start()
+    reader.join()
+    assert tiny.generate(IDS, max_tokens=5, temperature=0).token_ids == want
+    assert len(list(stream)) == 19
+
+
+def test_a_request_waits_for_a_stream_that_other_threads_read_in_turn(tiny):
+    """As a pool of threads does it: one reads a piece, another goes on, and the first comes with a request."""
+    want = tiny.generate(IDS, max_tokens=9, seed=1, ignore_eos=True).token_ids
+    stream = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        got = one.submit(next, stream).result().token_ids + two.submit(next, stream).result().token_ids
+        reply = one.submit(tiny.generate, [1], max_tokens=2, ignore_eos=True)
+        got += [token for chunk in two.submit(list, stream).result() for token in chunk.token_ids]
+        assert reply.result().completion_tokens == 2
+    assert got == want
+
+
+def test_a_failure_while_a_stream_is_read_ahead_is_that_streams(tiny, monkeypatch):
+    want = tiny.generate([1], max_tokens=3, temperature=0).token_ids
+    stream = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
+    next(stream)
+    following, calls = Reply.next, iter(range(100))
+
+    def failing(self: Reply) -> Any:
+        if next(calls) == 2:
+            raise DeviceError("injected")
+        return following(self)
+
+    monkeypatch.setattr(Reply, "next", failing)
+    assert tiny.generate([1], max_tokens=3, temperature=0).token_ids == want
+    assert len([next(stream), next(stream)]) == 2
+    with pytest.raises(DeviceError, match="injected"):
+        next(stream)
+
+
+def test_ctrl_c_while_a_stream_is_read_ahead_ends_both_and_leaves_the_engine(tiny, monkeypatch):
+    want = tiny.generate(IDS, max_tokens=5, temperature=0).token_ids
+    stream = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
+    next(stream)
+    monkeypatch.setattr(Reply, "next", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tiny.generate([1], max_tokens=3)
+    monkeypatch.undo()
+    with pytest.raises(LilyError, match="interrupted"):
+        next(stream)
+    reply = tiny.generate(IDS, max_tokens=5, temperature=0)
+    assert (reply.token_ids, reply.cached_tokens) == (want, 0)
+
+
+def test_a_request_that_is_cancelled_while_it_waits_does_nothing(tiny):
+    tiny.generate(IDS, max_tokens=5, seed=1, ignore_eos=True)
+    held = Request()
+    with held.alive:
+        assert tiny.turns.enter(held)
+        before = (sequence_of(tiny).tokens[:], current_state(tiny))
+        waiting = tiny.stream([1, 2, 3], max_tokens=3)
+        got: list[StreamChunk] = []
+        reader = threading.Thread(target=lambda: got.extend(waiting))
+        reader.start()
+        while not waiting.reading:
+            reader.join(0.001)
+        waiting.cancel()
+        reader.join()
+        tiny.turns.leave(held)
+    assert got == []
+    assert (sequence_of(tiny).tokens, current_state(tiny)) == before
+
+
+def test_two_threads_may_read_one_stream(tiny):
+    want = tiny.generate(IDS, max_tokens=20, seed=1, ignore_eos=True).token_ids
+    stream = tiny.stream(IDS, max_tokens=20, seed=1, ignore_eos=True)
+    with ThreadPoolExecutor(2) as pool:
+        parts = [future.result() for future in [pool.submit(list, stream) for _ in range(2)]]
+    assert sorted(chunk.token_ids[0] for part in parts for chunk in part) == sorted(want)
+
+
+def test_an_engine_cannot_be_copied(tiny):
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copying(tiny)
     assert tiny.generate([1], max_tokens=1).completion_tokens == 1
 
 
@@ -175,8 +275,6 @@ def test_other_threads_queue(tiny, device):
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
         thread.start()
-    time.sleep(0.05)
-    assert not got
     assert len(list(slow)) == device.pick(29, 7)
     for thread in threads:
         thread.join(PATIENCE)

@@ -8,6 +8,7 @@ places and a device promises the same bits for the same places alone, logits are
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,11 +26,18 @@ from engine_harness import (
     open_engine,
     policy,
     runner_of,
+    sequence_of,
 )
 from models import all_experts, tiny_model
 
+from lily import structs
+from lily.device.device import EFAILED, OK, CommandList, Device
 from lily.engine import Completion, Engine
 from lily.errors import DeviceError
+from lily.kernels import OUTPUT_RING
+from lily.run import reply as reply_module
+from lily.run._submit import DecodePipeline
+from lily.run.reply import Reply
 
 TEXT_IDS = 960  # ids below are text in the tokenizer of random-tiny
 EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512)
@@ -190,7 +198,7 @@ def warm_engine(device: Target) -> Iterator[Engine]:
 @pytest.fixture
 def warm(warm_engine: Engine) -> Engine:
     """An engine that has just run something else."""
-    runner_of(warm_engine).reset()
+    sequence_of(warm_engine).reset()
     warm_engine.generate(random_tokens(current().pick(40, 10), 99), max_tokens=current().pick(5, 3), seed=1)
     return warm_engine
 
@@ -213,7 +221,7 @@ def check(
     `cached`: the number of tokens that must have been reused, at least, where any point can be resumed; `edge`: the
     number where only edges of chunks can be.
     """
-    runner_of(cold).reset()
+    sequence_of(cold).reset()
     want = ask(cold, prompt, **how)
     assert want.cached_tokens == 0
     got = ask(warm, prompt, **how)
@@ -273,7 +281,7 @@ def test_cancelled_reply_that_is_only_partly_continued(warm, cold_engine, device
     for keep in (read, read - 1, read - 2):
         if keep < 0:
             continue
-        runner_of(warm).reset()
+        sequence_of(warm).reset()
         stream = warm.stream(first, max_tokens=20, seed=7, ignore_eos=True)
         assert [next(stream).token_ids[0] for _ in range(read)] == reply[:read]
         stream.close()
@@ -366,7 +374,7 @@ def test_failed_chunk_leaves_the_sequence_as_it_was(warm, cold_engine, grid, mon
         done = wait(ticket, timeout)
         if next(calls) != failing_call:
             return done
-        r._state()[:] = 0x3F
+        sequence_of(warm).state()[:] = 0x3F
         raise DeviceError("injected")
 
     monkeypatch.setattr(r.device, "wait", failing)
@@ -403,16 +411,16 @@ def test_interrupts_at_any_moment(warm, cold_engine, device):
 @pytest.mark.parametrize("place", ["step", "chunk", "start"])
 def test_interrupt_in_the_middle_of_the_bookkeeping(warm, cold_engine, grid, monkeypatch, place):
     """The moments that chance does not hit: a step half noted, a chunk that runs and nobody waits for."""
-    prompt, r = random_tokens(grid + grid // 6), runner_of(warm)
+    prompt, r, s = random_tokens(grid + grid // 6), runner_of(warm), sequence_of(warm)
     reply = ask(cold_engine, prompt, 10).token_ids
-    submit, calls = r._submit_chunk, iter(range(100))
+    submit, calls = r._submit, iter(range(100))
 
-    def torn_step() -> None:
-        r.tokens.append(r._last)
+    def torn_step(reply: Reply) -> None:
+        s.tokens.append(reply._last)
         if next(calls) == 3:
             raise KeyboardInterrupt
-        r._previous = len(r.tokens) - 1
-        r._slot ^= 1
+        s._previous = len(s.tokens) - 1
+        s.slot ^= 1
 
     def torn_chunk(*arguments: Any) -> int:
         ticket = submit(*arguments)
@@ -420,12 +428,74 @@ def test_interrupt_in_the_middle_of_the_bookkeeping(warm, cold_engine, grid, mon
             raise KeyboardInterrupt
         return ticket
 
-    monkeypatch.setattr(r, *(("_consumed", torn_step) if place == "step" else ("_submit_chunk", torn_chunk)))
+    monkeypatch.setattr(*((Reply, "_consumed", torn_step) if place == "step" else (r, "_submit", torn_chunk)))
     with pytest.raises(KeyboardInterrupt):
         ask(warm, prompt, 10)
     monkeypatch.undo()
     check(warm, cold_engine, [*prompt, *reply] if place == "step" else random_tokens(40, 5))
     check(warm, cold_engine, prompt)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_interrupt_while_recorded_lists_are_given_back(warm, cold_engine, monkeypatch, nth):
+    """A score makes room for its results, for which every recorded list goes."""
+    prompt = random_tokens(30)
+    ask(warm, prompt)
+    free, calls = CommandList.free, iter(range(1, 1000))
+
+    def interrupted(self: CommandList) -> None:
+        free(self)
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+
+    sizes = {
+        name: runner_of(warm).recorder.buffers.pop(name)
+        for name in list(runner_of(warm).recorder.buffers)
+        if name.startswith("score.")
+    }
+    for buffer in sizes.values():
+        buffer.free()
+    with monkeypatch.context() as patch:
+        patch.setattr(CommandList, "free", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            warm.score(prompt)
+    for _ in range(2):
+        check(warm, cold_engine, prompt)
+    assert warm.score(prompt).logprobs.tobytes() == cold_engine.score(prompt).logprobs.tobytes()
+
+
+@cpu_only("the stand-in for Metal fails by itself: test_engine_faults.py")
+def test_a_step_that_fails_after_its_reader_has_gone(warm, cold_engine, monkeypatch):
+    """Nobody sees the failure, so the next request must not go on from what the step left."""
+    prompt, made = random_tokens(30), []
+
+    def failing(device: Device, sequence: Sequence) -> DecodePipeline:
+        wait = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+        real = wait(device.function("lily_wait"))
+
+        def wait_and_fail(handle: int, ticket: int, nanoseconds: int) -> int:
+            code = real(handle, ticket, nanoseconds)
+            if code == OK and closing:
+                sequence_of(warm).buffers["state.A"].bytes[:] = 0x3F
+                sequence_of(warm).buffers["state.B"].bytes[:] = 0x3F
+                return EFAILED
+            return code
+
+        made.append(wait(wait_and_fail))
+        address = ctypes.cast(made[-1], ctypes.c_void_p).value
+        outputs = sequence.buffers["outputs"].address
+        return DecodePipeline(
+            device.handle, device.function("lily_submit"), address, outputs, structs.OUTPUT.itemsize, OUTPUT_RING
+        )
+
+    closing = False
+    with monkeypatch.context() as patch:
+        patch.setattr(reply_module, "_pipeline", failing)
+        stream = warm.stream(prompt, max_tokens=50, temperature=0, ignore_eos=True)
+        reply = [next(stream).token_ids[0] for _ in range(3)]
+        closing = True
+        stream.close()
+    check(warm, cold_engine, [*prompt, *reply])
 
 
 @pytest.mark.parametrize("seed", sweep(range(4), 0))
@@ -471,7 +541,7 @@ def test_growth_of_the_cache_in_the_middle_of_a_reply(device):
         want = ask(roomy, prompt, tokens, **penalties)
         with open_engine(tiny_model(), max_context=2048) as engine:
             got = ask(engine, prompt, tokens, **penalties)
-            assert runner_of(engine).capacity == -(-(12 + tokens) // 8) * 8  # the last token has no row
+            assert sequence_of(engine).kv_tokens == -(-(12 + tokens) // 8) * 8  # the last token has no row
             assert outcome(engine, got) == outcome(roomy, want)
             assert current_state(engine) == current_state(roomy)
             check(engine, roomy, prompt + got.token_ids, cached=tokens)
@@ -484,18 +554,18 @@ def test_a_cache_that_is_larger_than_needed_changes_no_bit(device, monkeypatch):
     """
     prompt, longer, reaches = random_tokens(10), random_tokens(100, 1), []
     with small_steps(), open_engine(tiny_model(), max_context=2048) as engine:
-        runner = runner_of(engine)
-        plan = runner._plan
-        monkeypatch.setattr(runner, "_plan", lambda key: reaches.append(key) or plan(key))
+        recorder, sequence = runner_of(engine).recorder, sequence_of(engine)
+        plan = recorder._plan
+        monkeypatch.setattr(recorder, "_plan", lambda key: reaches.append(key) or plan(key))
         want = ask(engine, prompt, 20)
-        cold, capacity = (outcome(engine, want), current_state(engine)), runner.capacity
-        assert [key.reach for key in reaches if key.kind == "decode"] == [16, 24, 32]
+        cold, kv_tokens = (outcome(engine, want), current_state(engine)), sequence.kv_tokens
+        assert [key.kv_tokens for key in reaches if key.kind == "decode"] == [16, 24, 32]
         ask(engine, longer, 2)
-        assert runner.capacity > 2 * capacity
-        runner.reset()
+        assert sequence.kv_tokens > 2 * kv_tokens
+        sequence.reset()
         reaches.clear()
         assert (outcome(engine, ask(engine, prompt, 20)), current_state(engine)) == cold
-        assert [key.reach for key in reaches if key.kind == "decode"] == [16, 24, 32]
+        assert [key.kv_tokens for key in reaches if key.kind == "decode"] == [16, 24, 32]
 
 
 def test_the_first_large_chunk_follows_a_small_one_that_counts_for_nothing(device, monkeypatch):
@@ -505,9 +575,9 @@ def test_the_first_large_chunk_follows_a_small_one_that_counts_for_nothing(devic
         want = ask(plain, prompt, 3)
         state = current_state(plain)
         with small_steps(calibration_rows=8), open_engine(tiny_model(), max_context=2048) as engine:
-            submit = runner_of(engine)._submit_chunk
+            write = sequence_of(engine).write_chunk
             monkeypatch.setattr(
-                runner_of(engine), "_submit_chunk", lambda chunk, lists: rows.append(len(chunk)) or submit(chunk, lists)
+                sequence_of(engine), "write_chunk", lambda chunk: rows.append(len(chunk)) or write(chunk)
             )
             got = ask(engine, prompt, 3)
             assert outcome(engine, got) == outcome(plain, want)
@@ -537,9 +607,9 @@ def test_context_exactly_full(device, prompt_tokens, step):
 
 def test_two_steps_in_flight_give_what_one_gives(cold_engine, stepper, device):
     prompt, tokens = random_tokens(20), device.pick(60, 12)
-    runner_of(cold_engine).reset()
+    sequence_of(cold_engine).reset()
     want = ask(cold_engine, prompt, tokens)
-    runner_of(stepper).reset()
+    sequence_of(stepper).reset()
     assert outcome(stepper, ask(stepper, prompt, tokens)) == outcome(cold_engine, want)
     assert current_state(stepper) == current_state(cold_engine)
 

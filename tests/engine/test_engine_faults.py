@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_device import Target, chosen
-from engine_harness import current_logits, current_state, open_engine, policy, runner_of
+from engine_harness import current_logits, current_state, open_engine, policy, sequence_of
 from metal.standin import Standin
 from models import tiny_model
 from waiting import PATIENCE
@@ -91,7 +91,7 @@ ORDERS = [{"order": 1}, {"order": 2, "seed": 1}, {"order": 2, "seed": 2}]
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_any_order_of_dispatches_between_barriers_gives_the_same_bits(engine, cold, stand_in, order):
     stand_in.set(**order)
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     assert is_as_cold(engine, cold)
     score = engine.score(PROMPT, top_k=3)
     stand_in.set(order=0)
@@ -108,14 +108,14 @@ def test_any_order_of_dispatches_between_barriers_gives_the_same_bits(engine, co
 def test_any_order_serves_every_way_to_sample(engine, stand_in, sampling):
     want = outcome(engine, ask(engine, **sampling))
     stand_in.set(order=2, seed=9)
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     assert outcome(engine, ask(engine, **sampling)) == want
 
 
 def test_any_order_serves_a_conversation(engine, stand_in):
     def talk(order: int) -> list[Any]:
         stand_in.set(order=order, seed=4)
-        runner_of(engine).reset()
+        sequence_of(engine).reset()
         session = engine.session(template_kwargs={"enable_thinking": False})
         return [
             (turn.text, turn.token_ids, turn.cached_tokens > 0)
@@ -133,7 +133,7 @@ def test_any_order_serves_a_conversation(engine, stand_in):
 @pytest.mark.parametrize("ahead", range(1, CHUNKS + 1))
 @each_error
 def test_a_chunk_that_fails_once_is_run_again(engine, cold, stand_in, ahead, error):
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     before = command_buffers(engine)
     fail_next(stand_in, engine, ahead, error)
     assert outcome(engine, ask(engine)) == cold
@@ -143,7 +143,7 @@ def test_a_chunk_that_fails_once_is_run_again(engine, cold, stand_in, ahead, err
 
 @pytest.mark.parametrize("ahead", range(1, CHUNKS + 1))
 def test_a_chunk_that_always_fails_is_an_error(engine, cold, stand_in, monkeypatch, ahead):
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     wait, device = engine._device.wait, engine._device
     fail_next(stand_in, engine, ahead, WATCHDOG)
 
@@ -164,7 +164,7 @@ def test_a_chunk_that_always_fails_is_an_error(engine, cold, stand_in, monkeypat
 
 @pytest.mark.parametrize("ahead", range(1, CHUNKS + 1))
 def test_a_chunk_for_which_there_is_no_memory_is_an_error(engine, cold, stand_in, ahead):
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     fail_next(stand_in, engine, ahead, OUT_OF_MEMORY)
     with pytest.raises(DeviceError, match=r"out of memory.*max_context"):
         ask(engine)
@@ -176,7 +176,7 @@ def test_a_chunk_for_which_there_is_no_memory_is_an_error(engine, cold, stand_in
 @each_error
 def test_a_step_that_fails_ends_the_reply_with_an_error(engine, cold, stand_in, step, order, error):
     """The first, a middle one, the last; mostly another one is in flight behind it."""
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     stand_in.set(order=order, seed=step)
     fail_next(stand_in, engine, CHUNKS + step, error)
     stream = engine.stream(PROMPT, max_tokens=TOKENS, **HOW)
@@ -189,7 +189,7 @@ def test_a_step_that_fails_ends_the_reply_with_an_error(engine, cold, stand_in, 
 def test_a_failed_step_that_nobody_read(engine, cold, stand_in):
     """Two steps are in flight when the reader goes; the second of them fails."""
     for ahead in (CHUNKS + 1, CHUNKS + 2):
-        runner_of(engine).reset()
+        sequence_of(engine).reset()
         fail_next(stand_in, engine, ahead, PAGE_FAULT)
         stream = engine.stream(PROMPT, max_tokens=50, **HOW)
         assert next(stream).token_ids == cold[0][:1]
@@ -209,7 +209,7 @@ def test_a_score_that_fails(engine, cold, stand_in):
 
 def test_a_turn_that_fails_leaves_the_conversation(engine, stand_in):
     def talk(*, fails: bool) -> list[Any]:
-        runner_of(engine).reset()
+        sequence_of(engine).reset()
         session = engine.session(template_kwargs={"enable_thinking": False})
         replies = [session.send("Hello", max_tokens=3, temperature=0).token_ids]
         if fails:
@@ -226,7 +226,7 @@ def test_a_turn_that_fails_leaves_the_conversation(engine, stand_in):
 def test_work_that_cannot_be_encoded(engine, cold, stand_in):
     """Metal gives no encoder: nothing is submitted, in the prompt or beside a step that is in flight."""
     for read in (0, 1, 3):
-        runner_of(engine).reset()
+        sequence_of(engine).reset()
         stream = engine.stream(PROMPT, max_tokens=50, **HOW)
         assert [next(stream).token_ids[0] for _ in range(read)] == cold[0][:read]
         stand_in.set(fail_encoder=1)
@@ -292,7 +292,7 @@ def test_an_engine_that_finds_no_memory_leaves_none_behind(device, stand_in):
 
 @pytest.mark.parametrize("read", range(TOKENS + 2))
 def test_a_reply_that_is_cancelled_at_any_token(engine, cold, stand_in, read):
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     stand_in.set(order=2, seed=read)
     stream = engine.stream(PROMPT, max_tokens=50, **HOW)
     seen = [next(stream).token_ids[0] for _ in range(read)]

@@ -10,8 +10,8 @@ import gc
 import math
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from engine_device import Target
 from engine_harness import TINY, environment, open_engine
-from waiting import PATIENCE
 
 import lily
 from lily.device.device import Buffer, Device
@@ -27,6 +26,7 @@ from lily.engine import Engine
 from lily.errors import CheckpointError, ContextLengthError, DeviceError, InvalidRequestError, LilyError
 from lily.kernels import MAX_STOP_IDS
 from lily.run.budget import Room
+from lily.run.reply import Reply
 
 IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
 
@@ -249,12 +249,17 @@ def test_closed_engine(tiny):
     assert engine.tokenizer.encode("a") == tiny.tokenizer.encode("a")
 
 
-def test_closing_cancels_the_threads_own_stream(device):
-    engine = open_engine(TINY)
-    stream = engine.stream(IDS, max_tokens=50, ignore_eos=True)
-    next(stream)
-    engine.close()
-    assert list(stream) == []
+def test_closing_cancels_a_stream_that_nobody_is_reading(device):
+    """Whatever thread has read it last; one of a pool is still there, but will not go on by itself."""
+    for read in (lambda stream: next(stream), lambda stream: pool.submit(next, stream).result()):
+        with ThreadPoolExecutor(1) as pool:
+            engine = open_engine(TINY)
+            stream = engine.stream(IDS, max_tokens=50, ignore_eos=True)
+            read(stream)
+            engine.close()
+            assert list(stream) == []
+            with pytest.raises(InvalidRequestError, match="closed"):
+                engine.generate(IDS)
 
 
 def test_error_inside_a_with_block_is_not_hidden(device):
@@ -268,26 +273,26 @@ def test_error_inside_a_with_block_is_not_hidden(device):
         work()
 
 
-def test_closing_waits_for_other_threads(device):
+def test_closing_waits_for_the_calls_of_other_threads(device, monkeypatch):
+    """What runs comes to its end, what waits is told that the engine is closed."""
     engine, tokens = open_engine(TINY), device.pick(40, 8)
-    got: list[int] = []
-    started = threading.Event()
+    following, started, closing = Reply.next, threading.Event(), threading.Event()
 
-    def read() -> None:
-        for chunk in engine.stream(IDS, max_tokens=tokens, ignore_eos=True):
-            got.extend(chunk.token_ids)
-            started.set()
-            time.sleep(0.001)
+    def held_up(self: Reply) -> Any:
+        started.set()
+        closing.wait()
+        return following(self)
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert started.wait(PATIENCE)  # compiling shaders included
-    closers = [threading.Thread(target=engine.close) for _ in range(2)]
-    for closer in closers:
-        closer.start()
-    for t in (thread, *closers):
-        t.join(PATIENCE)
-    assert len(got) == tokens
+    monkeypatch.setattr(Reply, "next", held_up)
+    with ThreadPoolExecutor(4) as pool:
+        running = pool.submit(engine.generate, IDS, max_tokens=tokens, ignore_eos=True)
+        started.wait()
+        closers = [pool.submit(engine.close) for _ in range(2)]
+        while not engine._closed:
+            threading.Event().wait(0.001)
+        closing.set()
+        assert running.result().completion_tokens == tokens
+        assert [closer.result() for closer in closers] == [None, None]
     with pytest.raises(InvalidRequestError, match="closed"):
         engine.generate(IDS)
 
@@ -314,7 +319,7 @@ def test_failed_opening_gives_its_memory_back(device, monkeypatch):
     def fail(*_: Any) -> None:
         raise CheckpointError("injected")
 
-    monkeypatch.setattr("lily.engine.load_weights", fail)
+    monkeypatch.setattr("lily.engine.Weights.load", fail)
     with pytest.raises(CheckpointError, match="injected"):
         open_engine(TINY)
     assert made

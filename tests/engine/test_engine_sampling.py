@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_device import Target, sweep
-from engine_harness import TINY, Array, current_logits, forced_logits, log_softmax, open_engine, rounding, runner_of
+from engine_harness import TINY, Array, current_logits, forced_logits, log_softmax, open_engine, rounding
 from models import edit_floats, tiny_draft, tiny_model, with_generation_config
 from sampling_calls import gumbel
 
 from lily.engine import Engine
 from lily.errors import DeviceError, InvalidRequestError
 from lily.kernels import OUTPUT_RING
+from lily.run import reply as reply_module
 
 IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
 
@@ -348,7 +349,6 @@ def test_damage_in_padding_rows_is_of_no_interest(device, tmp_path):
 def test_failure_of_the_device_ends_one_request(tiny, device, monkeypatch):
     """An injected failure of a decode step: an error for this request, and the next one is right."""
     want = tiny.generate(IDS, max_tokens=9, temperature=0, ignore_eos=True).token_ids
-    r = runner_of(tiny)
 
     class Failing:
         def __init__(self, real: Any) -> None:
@@ -364,7 +364,8 @@ def test_failure_of_the_device_ends_one_request(tiny, device, monkeypatch):
                 return None
             return self.real.next()
 
-    monkeypatch.setattr(r, "_pipeline", Failing(r._pipeline))
+    make = reply_module._pipeline
+    monkeypatch.setattr(reply_module, "_pipeline", lambda *arguments: Failing(make(*arguments)))
     with pytest.raises(DeviceError, match=f"{device.name} device"):
         tiny.generate(IDS, max_tokens=9, temperature=0, ignore_eos=True)
     monkeypatch.undo()

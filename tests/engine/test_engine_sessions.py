@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from engine_device import Target, current, sweep
-from engine_harness import current_state, open_engine, runner_of
+from engine_harness import current_state, open_engine, sequence_of
 from models import tiny_model
 
 from lily.engine import Completion, Engine
 from lily.errors import ContextLengthError, DeviceError, InvalidRequestError
+from lily.run.reply import Reply
 from lily.session import Session
 
 NO_THINKING = {"enable_thinking": False}
@@ -50,7 +51,7 @@ def greedy(**how: Any) -> dict[str, Any]:
 
 
 def cold_reply(engine: Engine, messages: list[dict[str, Any]], **how: Any) -> Completion:
-    runner_of(engine).reset()
+    sequence_of(engine).reset()
     reply = engine.chat(messages, **greedy(**how))
     assert reply.cached_tokens == 0
     return reply
@@ -107,7 +108,7 @@ def test_prompt_that_continues_the_whole_last_turn_is_not_run_again(engine, cold
     got = engine.generate(longer, **greedy())
     reply_start = len(prompt) - 1 - prompt[::-1].index(message_start(engine))
     assert got.cached_tokens >= (len(prompt) + reply.completion_tokens - 1 if device.exact else reply_start)
-    runner_of(cold_engine).reset()
+    sequence_of(cold_engine).reset()
     assert got.token_ids == cold_engine.generate(longer, **greedy()).token_ids
 
 
@@ -232,15 +233,14 @@ def test_refused_request_leaves_the_conversation(engine, bad):
 def test_failed_reply_leaves_the_conversation(engine, monkeypatch):
     """Even when part of it had been shown."""
     session = engine.session()
-    r, calls = runner_of(engine), iter(range(100))
-    following = r.next
+    following, calls = Reply.next, iter(range(100))
 
-    def failing() -> Any:
+    def failing(self: Reply) -> Any:
         if next(calls) == 2:
             raise DeviceError("injected")
-        return following()
+        return following(self)
 
-    monkeypatch.setattr(r, "next", failing)
+    monkeypatch.setattr(Reply, "next", failing)
     with pytest.raises(DeviceError, match="injected"):
         session.send("Hello!", **greedy())
     assert session.messages == []
@@ -271,3 +271,39 @@ def test_chat_streams_what_it_returns(engine, device):
         return
     assert whole.finish_reason == "stop"
     assert whole.token_ids[-1] == engine.tokenizer.id_of("<|im_end|>")
+
+
+def test_a_turn_follows_what_was_said_when_it_begins(engine):
+    """Two streams made before either is read give the turns that two sends give."""
+    one, two = engine.session(), engine.session()
+    want = [one.send(text, **greedy()).token_ids for text in ("Hello!", "And you?")]
+    streams = [two.stream(text, **greedy()) for text in ("Hello!", "And you?")]
+    assert [stream.completion().token_ids for stream in streams] == want
+    assert two.messages == one.messages
+
+
+def test_a_turn_made_before_a_reset_does_not_bring_the_old_turns_back(engine):
+    session = engine.session()
+    session.send("Hello!", **greedy())
+    pending = session.stream("And you?", **greedy())
+    session.reset()
+    fresh = engine.session().send("And you?", **greedy())
+    assert pending.completion().token_ids == fresh.token_ids
+    assert [message["content"] for message in session.messages] == ["And you?", fresh.text]
+
+
+def test_a_turn_cannot_begin_in_the_middle_of_another(engine):
+    session = engine.session()
+    first, second = session.stream("Hello!", **greedy()), session.stream("And you?", **greedy())
+    next(first)
+    with pytest.raises(InvalidRequestError, match="unfinished"):
+        next(second)
+    assert first.completion().completion_tokens > 0
+    assert session.send("And you?", **greedy()).completion_tokens > 0
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+
+
+def test_a_message_that_is_no_message(engine):
+    for message in (None, 5, ["user"]):
+        with pytest.raises(InvalidRequestError, match="a message is text or a mapping"):
+            engine.session().send(message)

@@ -7,7 +7,8 @@ Not handled: single kernels (kernel_harness.py); checkpoints to run (models.py, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -22,7 +23,9 @@ from paths import DATA
 from lily.engine import Completion, Engine
 from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.policy import POLICIES
+from lily.run.reply import Reply
 from lily.run.runner import Runner
+from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams
 
 TINY, TINY_VL = DATA / "random-tiny", DATA / "random-tiny-vl"
@@ -96,47 +99,51 @@ def runner_of(engine: Engine) -> Runner:
     return engine._runner
 
 
+def sequence_of(engine: Engine) -> Sequence:
+    """The engine's sequence."""
+    return engine._sequence
+
+
 def current_logits(engine: Engine) -> Array:
     """Logits of the last sampled row, padding rows included."""
-    return runner_of(engine)._buffers["logits"].array(np.float32, engine.config.vocab_size).copy()
+    return runner_of(engine).recorder.buffers["logits"].array(np.float32, engine.config.vocab_size).copy()
 
 
 def current_state(engine: Engine) -> bytes:
     """All that decides what follows: recurrent and convolution state, and the KV rows in use."""
-    r = runner_of(engine)
-    used = len(r.tokens) * kv_row_bytes(r.config)
-    parts = [r._state()] + [r._buffers[f"kv.{i}.{which}"].bytes[:used] for i in kv_layers(r.config) for which in "kv"]
+    s = sequence_of(engine)
+    used = len(s.tokens) * kv_row_bytes(s.config)
+    parts = [s.state()] + [s.buffers[f"kv.{i}.{which}"].bytes[:used] for i in kv_layers(s.config) for which in "kv"]
     return b"".join(part.tobytes() for part in parts)
 
 
-def force(engine: Engine, token: int) -> None:
+def force(reply: Reply, token: int) -> None:
     """Makes `token` the input of the next decode step. Nothing may be in flight: Engine(ablate=["handoff"])."""
-    r = runner_of(engine)
-    assert not r._pipeline.in_flight
-    r._buffers[f"ids.{'AB'[r._slot]}"].array(np.int32)[0] = token
-    r._buffers["history"].array(np.int32)[len(r.tokens)] = token
-    r._last = token
+    assert not reply._pipeline.in_flight
+    reply.sequence.array("ids", np.int32)[0] = token
+    reply.sequence.array("history", np.int32)[len(reply.sequence.tokens)] = token
+    reply._last = token
 
 
-def forced_logits(engine: Engine, tokens: Sequence[int], split: int, cuts: Iterable[int] = ()) -> Array:
+def forced_logits(engine: Engine, tokens: abc.Sequence[int], split: int, cuts: Iterable[int] = ()) -> Array:
     """Logits after each of the tokens from number `split` on, [len(tokens) - split + 1, vocab].
 
     The first `split` tokens are the prompt, run in chunks with edges at `cuts`; the others go through decode steps.
     """
-    r = runner_of(engine)
-    r.reset()
+    runner, sequence = runner_of(engine), sequence_of(engine)
+    sequence.reset()
     edges = sorted({0, *(c for c in cuts if 0 < c < split), split})
     chunks = list(pairwise(edges))
     for start, end in chunks[:-1]:
-        r.prefill(tokens[start:end])
-    r.start(tokens[chunks[-1][0] : split], GREEDY, (), len(tokens) - split + 1)
+        runner.prefill(sequence, tokens[start:end])
+    reply = runner.start(sequence, tokens[chunks[-1][0] : split], GREEDY, (), len(tokens) - split + 1)
     rows = []
     for token in [*tokens[split:], None]:
-        assert r.next() is not None
+        assert reply.next() is not None
         rows.append(current_logits(engine))
         if token is not None:
-            force(engine, token)
-    r.stop()
+            force(reply, token)
+    reply.stop()
     return np.stack(rows)
 
 

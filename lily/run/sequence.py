@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one conversation owns on a device: tokens, two state slots, snapshots, KV cache, inputs and outputs of a step.
+
+``tokens`` are those that the current slot has consumed.  Earlier points can be resumed: the other slot (one chunk or
+one step before) and snapshots, which own copies of the state; KV rows up to such a point stay valid until ``resume``
+drops what lies beyond it.  Any number of sequences may share weights and scratch memory, one running at a time.
+Not handled: running anything (runner.py, reply.py); sharing KV rows between sequences.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from lily import structs
+from lily.checkpoint.config import ModelConfig
+from lily.device.device import Buffer, Device
+from lily.errors import ContextLengthError
+from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, sequence_buffers
+from lily.policy import Policy
+
+
+@dataclass
+class _Snapshot:
+    position: int
+    state: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Sequence:
+    """Tokens and their memory. ``max_context`` bounds the tokens; ``snapshots`` is how many state copies are kept.
+
+    Raises DeviceError where the device has no memory for it.
+    """
+
+    def __init__(
+        self, device: Device, config: ModelConfig, policy: Policy, *, max_context: int, snapshots: int = 0
+    ) -> None:
+        self.device, self.config, self.policy, self.max_context = device, config, policy, max_context
+        self.tokens: list[int] = []
+        self.slot = 0  # the slot that holds the current state
+        self.kv_tokens = 0  # tokens that the KV cache holds
+        self.buffers: dict[str, Buffer] = {}
+        self._previous = -1  # position of the other slot's state, -1 if it holds none
+        self._snapshots: list[_Snapshot] = []
+        self._snapshot_limit = snapshots
+        state = StateLayout.of(config, policy).nbytes
+        small = sequence_buffers(config, policy, 0)
+        sizes = {f"{base}.{slot}": small[f"{base}.in"] for base in ("step", "ids") for slot in "AB"}
+        sizes |= {f"state.{slot}": state for slot in "AB"}
+        sizes |= {n: size for n, size in small.items() if n.split(".")[0] not in SLOTTED and n != "history"}
+        try:
+            for name, size in sizes.items():
+                self.buffers[name] = device.buffer(size)
+            self.grow(1)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- memory
+    @property
+    def nbytes(self) -> int:
+        """Device bytes in use."""
+        return sum(b.nbytes for b in self.buffers.values())
+
+    def array(self, name: str, dtype: Any) -> np.ndarray[Any, Any]:
+        """The buffer called ``name``; of those of which there are two, the one that the next step reads."""
+        base = name.split(".")[0]
+        return self.buffers[f"{base}.{'AB'[self.slot]}" if base in SLOTTED else name].array(dtype)
+
+    def bound(self, slot: int) -> dict[str, Buffer]:
+        """The buffers under the names of a plan that reads the state in ``slot`` and writes the other one."""
+        names = dict(self.buffers)
+        for base in SLOTTED:
+            names[f"{base}.in"] = self.buffers[f"{base}.{'AB'[slot]}"]
+            names[f"{base}.out"] = self.buffers[f"{base}.{'BA'[slot]}"]
+        return names
+
+    def grow(self, tokens: int) -> None:
+        """Makes the KV cache hold ``tokens``, and some more. No recorded list may name the buffers that it replaces.
+
+        DeviceError where there is no memory for it; the sequence is as before then.
+        """
+        kv_tokens = max(tokens, min(self.policy.kv_capacity(tokens), self.max_context))
+        row, used = kv_row_bytes(self.config), len(self.tokens)
+        sizes = {f"kv.{layer}.{which}": kv_tokens * row for layer in kv_layers(self.config) for which in "kv"}
+        sizes["history"] = sequence_buffers(self.config, self.policy, kv_tokens)["history"]
+        grown: dict[str, Buffer] = {}
+        try:
+            for name, size in sizes.items():
+                grown[name] = self.device.buffer(size)
+                if name in self.buffers:
+                    old = self.buffers[name].bytes
+                    keep = len(old) if name == "history" else used * row
+                    grown[name].bytes[:keep] = old[:keep]
+        except BaseException:
+            for buffer in grown.values():
+                buffer.free()
+            raise
+        replaced = [self.buffers[name] for name in grown if name in self.buffers]
+        self.buffers |= grown
+        self.kv_tokens = kv_tokens
+        for buffer in replaced:
+            buffer.free()
+
+    def close(self) -> None:
+        """Gives the memory back; nothing that uses it may be in flight, and no recorded list name it."""
+        while self.buffers:
+            self.buffers.popitem()[1].free()
+
+    # ---- tokens
+    def append(self, chunk: abc.Sequence[int]) -> None:
+        """``chunk`` has been submitted: its state is in the other slot."""
+        self._previous = len(self.tokens)
+        self.tokens.extend(chunk)
+        self.slot ^= 1
+
+    def take_back(self, start: int) -> None:
+        """Forgets the chunk that began at ``start``; the slot with the state before it is intact."""
+        self.slot ^= 1
+        self._previous = -1
+        del self.tokens[start:]
+
+    def check_context(self, prompt: int, what: str = "prompt") -> None:
+        """ContextLengthError unless ``prompt`` tokens leave room for one more."""
+        if prompt >= self.max_context:
+            raise ContextLengthError(
+                f"the {what} has {prompt} tokens, the context holds {self.max_context} of them with the reply; "
+                "shorten it, or allow more with max_context "
+                f"(the model's limit is {self.config.max_position_embeddings})"
+            )
+
+    # ---- reuse of earlier work
+    def resume(self, prompt: abc.Sequence[int]) -> int:
+        """Goes to the latest point that ``prompt`` shares, leaving at least one token to run; returns its position."""
+        shared = common_prefix(self.tokens, prompt)
+        limit = min(shared, len(prompt) - 1)
+        candidates = [(s.position, "snapshot") for s in self._snapshots]
+        if self.policy.rows_invariant:  # elsewhere only states on chunk edges give a cold run's bits
+            candidates = [(len(self.tokens), "current"), (self._previous, "previous"), *candidates]
+        # Of equal positions the first: it needs no copy.
+        position, where = max((c for c in candidates if 0 < c[0] <= limit), key=itemgetter(0), default=(0, "start"))
+        if where == "previous":
+            self.slot ^= 1
+        elif where == "snapshot":
+            saved = next(s for s in self._snapshots if s.position == position)
+            self.state()[:] = saved.state
+        elif where == "start":
+            self.state()[:] = 0
+        if where != "current":
+            self._previous = -1
+        self.tokens = list(prompt[:position])
+        self._snapshots = [s for s in self._snapshots if s.position <= position]
+        return position
+
+    def reset(self) -> None:
+        """Forgets everything: no tokens, zero state, no snapshots. Nothing of it may be in flight."""
+        self._snapshots.clear()
+        self.tokens = []
+        self._previous = -1
+        self.state()[:] = 0
+
+    def state(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes of the current state slot."""
+        return self.array("state", np.uint8)
+
+    def snapshot(self) -> None:
+        """Copies the current state, to be resumed later; the oldest copies beyond the limit go."""
+        position = len(self.tokens)
+        if self._snapshot_limit and position and all(s.position != position for s in self._snapshots):
+            self._snapshots.append(_Snapshot(position, self.state().copy()))
+            self._snapshots = self._snapshots[-self._snapshot_limit :]
+
+    # ---- the inputs of a step
+    def write_chunk(self, chunk: abc.Sequence[int]) -> None:
+        """Makes ``chunk`` the input of the next step, and forgets what a reply before it counted."""
+        start, n = len(self.tokens), len(chunk)
+        self.array("step", structs.STEP)[0] = (start, n, 0, 0)
+        self.array("ids", np.int32)[:n] = chunk
+        self.array("history", np.int32)[start : start + n] = chunk
+        self.buffers["counts"].bytes[:] = 0  # of the reply to come; a failed attempt may have counted its token
+
+
+def common_prefix(a: abc.Sequence[int], b: abc.Sequence[int]) -> int:
+    """Number of leading tokens that are equal."""
+    n = min(len(a), len(b))
+    x, y = np.asarray(a[:n], np.int64), np.asarray(b[:n], np.int64)
+    different = np.flatnonzero(x != y)
+    return int(different[0]) if len(different) else n
