@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, from_bf16, isa_paths, open_device, run, same_bits, step, to_bf16
+from kernel_harness import Array, fill, from_bf16, open_device, run, same_bits, step, to_bf16
 
 from lily.device.device import Device
 
@@ -177,11 +177,6 @@ def sequence(
     return np.concatenate(os), k, v
 
 
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
-
-
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +232,7 @@ def test_decode_follows_the_formulas(device: Device, shape: Shape) -> None:
 PREFILL = [(0, 1), (0, 2), (0, 3), (1, 4), (0, 7), (250, 8), (1, 9), (250, 31), (0, 32), (513, 33), (250, 65)]
 
 
+@pytest.mark.native("slow under emulation")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_follows_the_formulas(device: Device, shape: Shape) -> None:
     for position, rows in PREFILL:
@@ -280,6 +276,7 @@ def test_decode_and_prefill_agree_for_every_piece(device: Device, piece: int) ->
         assert same_bits(a, b)
 
 
+@pytest.mark.native("slow under emulation")
 def test_results_do_not_depend_on_the_tile(device: Device) -> None:
     layer = Layer(Shape(6, 2, 64, 16), 120, 70)
     want = sequence(device, layer, [70], tile=8)
@@ -287,6 +284,7 @@ def test_results_do_not_depend_on_the_tile(device: Device) -> None:
         assert same_bits(want[0], sequence(device, layer, [70], tile=tile)[0]), tile
 
 
+@pytest.mark.native("opens a device of its own")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_do_not_depend_on_threads(device: Device, threads: int) -> None:
     layer = Layer(Shape(6, 2, 64, 16), 500, 20)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, from_bf16, isa_paths, open_device, run, same_bits, step, to_bf16
+from kernel_harness import Array, fill, from_bf16, open_device, run, same_bits, step, to_bf16
 
 from lily.device.device import Device
 
@@ -187,11 +187,6 @@ def sequence(device: Device, layer: Layer, chunks: Iterable[int]) -> tuple[Array
     return np.concatenate(ys), conv, state
 
 
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
-
-
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +199,7 @@ def test_decode_step_follows_the_formulas(device: Device, shape: Shape) -> None:
     np.testing.assert_array_equal(out["conv_out"], want.conv)
 
 
+@pytest.mark.native("slow under emulation")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 65])
 def test_prefill_follows_the_formulas(device: Device, rows: int) -> None:
     for shape in SHAPES:
@@ -299,6 +295,7 @@ def test_decode_and_prefill_agree_for_every_split(device: Device, shape: Shape) 
             assert same_bits(a, b), f"{name} differs for chunks {chunks}"
 
 
+@pytest.mark.native("opens a device of its own")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_do_not_depend_on_threads(device: Device, threads: int) -> None:
     layer = Layer.random(Shape(2, 6, 32, 64), 9)
