@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds every import to the layers of docs/architecture.md, and test modules to shared code in tests/support.
+"""Holds imports to the layers of docs/architecture.md, tests to shared code, and packages to their READMEs.
 
     python tools/layers.py        # prints what breaks a rule; exit status 1 if anything does
 
@@ -123,9 +123,23 @@ def imported_tests(root: Path = ROOT) -> list[str]:
     return problems
 
 
+def modules_without_a_line(root: Path = ROOT) -> list[str]:
+    """Modules of a package that the table of its README does not name."""
+    problems = []
+    for package in sorted(path.parent for path in root.glob("lily/*/__init__.py")):
+        readme = package / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        named = set(re.findall(r"`(\w+\.pyx?)`", "".join(line for line in text.splitlines() if line.startswith("|"))))
+        there = {path.name for suffix in ("py", "pyx") for path in package.glob(f"*.{suffix}")} - {"__init__.py"}
+        shown = readme.relative_to(root)
+        problems += [f"{shown}: says nothing of {name}; give it a row" for name in sorted(there - named)]
+        problems += [f"{shown}: there is no {name} any more; take it out" for name in sorted(named - there)]
+    return problems
+
+
 def main() -> int:
     """Prints every problem."""
-    problems = upward_imports() + imported_tests()
+    problems = upward_imports() + imported_tests() + modules_without_a_line()
     print("\n".join(problems), end="\n" if problems else "")
     return 1 if problems else 0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one source string that a Metal compiler gets: kernel table header, function constants, shaders in order.
 
-Everything that compiles shaders (the Metal device, the tests, the CUDA device) starts from this string.  ``#line``
-directives keep compiler messages at the file they belong to.
+Everything that compiles shaders (the Metal device, the tests, a CUDA device to come) starts from this string.
+``#line`` directives keep compiler messages at the file they belong to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text from token ids as they arrive, never splitting a character.
 
-Not handled: the choice of what is shown (reasoning, tool calls, stop strings); that works on the text made here.
+Not handled: the choice of what is shown; stop strings (stops.py) are matched on the text made here.
 """
 
 import codecs

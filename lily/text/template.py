@@ -10,7 +10,7 @@ What callers may rely on, beyond the OpenAI format:
 
 Not handled: images, audio, video and files (an error names the message); separate templates for tool use
 (`default` is taken where a checkpoint has several); control tokens spelled in the content of a message, which the
-tokenizer will recognise as mlx-lm and transformers do. Parsing of replies is elsewhere.
+tokenizer will recognise as mlx-lm and transformers do; parsing of replies.
 """
 
 import json

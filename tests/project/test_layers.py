@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.layers import TABLE, Layers, imported_tests, imports, upward_imports
+from tools.layers import TABLE, Layers, imported_tests, imports, modules_without_a_line, upward_imports
 
 
 def test_imports_obey_the_layers(repository: Path) -> None:
@@ -17,6 +17,10 @@ def test_imports_obey_the_layers(repository: Path) -> None:
 
 def test_no_test_module_is_imported(repository: Path) -> None:
     assert imported_tests(repository) == []
+
+
+def test_each_package_has_a_readme_that_names_its_modules(repository: Path) -> None:
+    assert modules_without_a_line(repository) == []
 
 
 @pytest.fixture
@@ -80,3 +84,12 @@ def test_an_import_of_a_test_module_is_found(tmp_path: Path, text: str) -> None:
     (tmp_path / "tests" / "test_two.py").write_text(f"import os\n{text}")
     [problem] = imported_tests(tmp_path)
     assert problem.startswith("tests/test_two.py:2: imports ")
+
+
+def test_a_readme_that_is_missing_or_out_of_date_is_found(copy: Path) -> None:
+    (copy / "lily" / "text" / "stops.py").rename(copy / "lily" / "text" / "endings.py")
+    (copy / "lily" / "run" / "README.md").unlink()
+    problems = modules_without_a_line(copy)
+    assert "lily/text/README.md: says nothing of endings.py; give it a row" in problems
+    assert "lily/text/README.md: there is no stops.py any more; take it out" in problems
+    assert "lily/run/README.md: says nothing of runner.py; give it a row" in problems
