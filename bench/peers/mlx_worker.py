@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's side of the comparison, where mlx is installed. usage: mlx_worker.py MODEL PROMPT STEPS
+"""mlx-lm's side of the comparison, where mlx is installed.
 
-On a CPU mlx-lm needs seconds for a token at these shapes, so it does not take turns: one run, one line.
+Usage: mlx_worker.py MODEL PROMPT STEPS.  On a CPU mlx-lm needs seconds for a token at these shapes, so it does not take turns: one run, one line.
 """
 
 import json

@@ -43,7 +43,7 @@ class QuantizedInfo:
 
 
 class Checkpoint:
-    """An opened checkpoint. Names are canonical: `embed_tokens`, `lm_head`, `norm`, `layers.3.self_attn.q_proj`.
+    """An opened checkpoint. Names are canonical: `embed_tokens`, `norm`, `layers.3.self_attn.q_proj`.
 
     `tensors` holds every text tensor by canonical name, `skipped` the names of the rest. `raw_norms` is True where
     RMSNorm weights (layer, final, q and k norms; not linear_attn.norm) are stored as w of 1 + w, which the loader must

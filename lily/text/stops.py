@@ -89,7 +89,7 @@ class StopMatcher:
 
 
 def _unfinished_start(text: str, stop: str) -> int:
-    """Where the longest end of `text` begins that `stop` begins with but goes beyond; len(text) if there is none."""
+    """Where the longest end of `text` begins that is a beginning of `stop`, not all of it; else len(text)."""
     for start in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[start:]):
             return start

@@ -66,7 +66,7 @@ class ChatTemplate:
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> "ChatTemplate":
-        """Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, of the checkpoint folder."""
+        """Reads `chat_template.jinja` of the folder, else `chat_template` of its `tokenizer_config.json`."""
         config = load_tokenizer_config(path)
         special_tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name))) is not None}
         file = Path(path) / TEMPLATE_FILE
@@ -127,7 +127,7 @@ class ChatTemplate:
 
 
 def starts_in_reasoning(prompt: str) -> bool:
-    """Whether a reply to the rendered `prompt` begins inside of `<think>`: then only `</think>` will show its end.
+    """Whether a reply to the rendered `prompt` begins inside of `<think>`: only `</think>` shows its end.
 
     Only the unfinished last turn counts, so tags quoted in earlier messages do not matter.
     """

@@ -176,7 +176,7 @@ def cpu_only(reason: str) -> pytest.MarkDecorator:
 
 
 def sweep(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Values of a parameter, of which only `kept` are tried where kernels are emulated, the others in the full test."""
+    """Values of a parameter, of which only `kept` are tried where kernels are emulated; the full test has all."""
     values = list(values)
     assert all(k in values for k in kept)
     return [v if v in kept else pytest.param(*_tuple(v), marks=pytest.mark.sweep) for v in values]
