@@ -25,7 +25,7 @@ help:
 	@echo 'make run        build Lily and write a story with the embedded model'
 	@echo 'make test       run the tests'
 	@echo 'make test-full  run the tests, the slow and large ones included'
-	@echo 'make lint       ruff, mypy, clang-format'
+	@echo 'make lint       ruff, mypy, clang-format, layers of imports, docstrings'
 	@echo 'make format     let ruff and clang-format rewrite the sources'
 	@echo 'make bench      run the benchmarks (bench/README.md)'
 	@echo 'make build      compile the device libraries and the Cython modules in place'
@@ -70,6 +70,8 @@ lint: $(DEV)
 	$(PY) -m ruff check . || status=1; \
 	$(PY) -m ruff format --check . || status=1; \
 	$(PY) -m mypy || status=1; \
+	$(PY) tools/layers.py || status=1; \
+	$(PY) tools/docstrings.py || status=1; \
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES) || status=1; \
 	test $$status = 0 || echo 'make lint: failed; `make format` fixes what is only layout' >&2; \
 	exit $$status

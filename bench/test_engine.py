@@ -4,6 +4,8 @@
 Absolute times mean little on a noisy machine; compare runs of one machine with `pytest --benchmark-compare`.
 """
 
+from __future__ import annotations
+
 import os
 
 import pytest

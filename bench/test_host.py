@@ -4,6 +4,8 @@
 Needs the real config (LILY_TEST_DATA); the 19.5 GB of weight buffers are reserved but never touched.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

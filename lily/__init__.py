@@ -6,6 +6,8 @@
 ...     print(engine.generate("Once upon a time", max_tokens=40, seed=1).text)
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

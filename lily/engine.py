@@ -21,14 +21,16 @@ import numpy as np
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.resolve import resolve_model
 from lily.checks.tensor_check import open_checked
-from lily.device.device import choose_device, cpu_remedy
+from lily.device.device import cpu_remedy
+from lily.device.kinds import choose_device
 from lily.device.pipelines import compile_pipelines, pipelines
+from lily.device.tuned import opening_options
 from lily.device.weights import Weights
 from lily.errors import DeviceError, InvalidRequestError, LilyError
 from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
-from lily.run.budget import SNAPSHOTS, Room, plan_context
+from lily.run.budget import SNAPSHOTS, Budget, plan_context
 from lily.run.chunks import cut
 from lily.run.reply import Token
 from lily.run.runner import Runner
@@ -48,7 +50,6 @@ from lily.text.detokenizer import Detokenizer
 from lily.text.stops import StopMatcher
 from lily.text.template import ChatTemplate
 from lily.text.tokenizer import Tokenizer
-from lily.tune import tuned_options
 
 if TYPE_CHECKING:
     from lily.session import Session
@@ -70,7 +71,7 @@ class Engine:
     """A loaded model. Use it as a context manager, or call ``close``.
 
     model: a folder, ``ORG/NAME[@REVISION]`` in the Hugging Face cache, or None for the small embedded model.
-    device: ``auto``, ``cpu``, ``metal`` or ``cuda``. max_context: tokens of prompt and reply together; by default what
+    device: ``auto``, ``cpu`` or ``metal``. max_context: tokens of prompt and reply together; by default what
     the model allows and memory holds. threads: of the cpu device. ablate: names of mechanisms to switch off.
     progress: called with (bytes done, bytes in all) while weights are read.
     Raises CheckpointError, DeviceError or InvalidRequestError.
@@ -90,8 +91,7 @@ class Engine:
         self.model = resolve_model(None if model is None else str(model))
         with Checkpoint.open(self.model.path) as checkpoint:
             self._describe(checkpoint)
-            options = {"threads": threads} if name == "cpu" else tuned_options(name, self.model.key)
-            self._device = open_checked(device, **options)
+            self._device = open_checked(device, **opening_options(name, self.model.key, threads))
             try:
                 self._load(checkpoint, device, max_context, progress)
             except BaseException:
@@ -118,7 +118,7 @@ class Engine:
         config, device = self.config, self._device
         weights = map_weights(config, self._policy)
         self.max_context, self.memory = plan_context(
-            config, self._policy, weights, room=Room.of(device), max_context=max_context, name=self.model.name
+            config, self._policy, weights, budget=Budget.of(device), max_context=max_context, name=self.model.name
         )
         with cpu_remedy(asked):
             compile_pipelines(device, pipelines(config, self._policy, weights, self.max_context))

@@ -4,6 +4,8 @@
 A message says what was seen, what is allowed, and what to do; the command line prints it without a traceback.
 """
 
+from __future__ import annotations
+
 
 class LilyError(Exception):
     """Base class of all of Lily's errors."""

@@ -44,6 +44,7 @@ class Policy:
     """
 
     device: str
+    gpu: bool  # its kernels are those of shaders/, with their legal shapes
     act: str  # dtype of what crosses a kernel boundary: f32 or bf16
     layout: str  # of quantised matrices: rows16 or rows (lily/weights.py)
     row_block: int  # rows a matrix is padded to
@@ -154,14 +155,14 @@ _BUCKETS = (8, 32, 64, 128, 256, 512)
 
 POLICIES: dict[str, Policy] = {
     "cpu": Policy(
-        device="cpu", act="f32", layout="rows16", row_block=16, rows_invariant=True,
+        device="cpu", gpu=False, act="f32", layout="rows16", row_block=16, rows_invariant=True,
         gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=1 << 30,
         attention_piece=256, attention_pieces=1 << 62, long_context=1 << 62, long_piece=256, pack=8,
         gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
         sample_slice=16384, chunks=((0, 512),), calibration_rows=0, buckets=_BUCKETS, kv_step=1024, score_rows=64,
     ),
     "metal": Policy(
-        device="metal", act="bf16", layout="rows", row_block=1, rows_invariant=False,
+        device="metal", gpu=True, act="bf16", layout="rows", row_block=1, rows_invariant=False,
         gemv_rows=16, gemv_threads=64, moe_rows=8, gemv_simdgroups=1024, conv_rows=16, scan_columns=16,
         attention_piece=128, attention_pieces=64, long_context=32768, long_piece=512, pack=4,
         gemm_tiles=((0, 16), (17, 32), (256, 64)), moe_tiles=((0, 16), (12, 32), (48, 64)), tile_n=64,
@@ -170,7 +171,6 @@ POLICIES: dict[str, Policy] = {
         buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
     ),
 }  # fmt: skip
-POLICIES["cuda"] = replace(POLICIES["metal"], device="cuda")
 
 
 def policy_for(device: str, ablate: Iterable[str] = ()) -> Policy:

@@ -23,7 +23,9 @@ from paths import ROOT
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 pytest_plugins = ["engine_device", "metal.shim"]
-pytest.register_assert_rewrite("sampling_tests", "sampling_filter_tests")
+pytest.register_assert_rewrite(
+    "sampling_tests", "sampling_filter_tests", *(path.stem for path in (ROOT / "tests/support").glob("shader_*.py"))
+)
 
 _COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders
 

@@ -7,6 +7,8 @@ Prints each figure's median with its range, and the ratios taken round by round.
     python bench/peers/compare.py --lily DIR --llama FILE.gguf --llama-python OTHER_VENV/bin/python --rounds 7
 """
 
+from __future__ import annotations
+
 import argparse
 import ctypes
 import json

@@ -4,6 +4,8 @@
 Prompts are token ids, so that no tokenizer takes part; the state is reset before each round.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import time

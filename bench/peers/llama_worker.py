@@ -4,6 +4,8 @@
 Decode feeds fixed ids and asks for logits of each, without sampling: the least that llama.cpp can do for a token.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import time

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's side of the comparison, where mlx is installed. usage: mlx_worker.py MODEL PROMPT STEPS
+"""mlx-lm's side of the comparison, where mlx is installed.
 
-On a CPU mlx-lm needs seconds for a token at these shapes, so it does not take turns: one run, one line.
+Usage: mlx_worker.py MODEL PROMPT STEPS.  On a CPU mlx-lm needs seconds for a token at these shapes, so it does not take turns: one run, one line.
 """
+
+from __future__ import annotations
 
 import json
 import sys

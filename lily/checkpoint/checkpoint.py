@@ -6,6 +6,8 @@ misshapen or unexpected tensor. Data goes by preadv straight into the caller's b
 Not handled: unquantized linear modules, and vision and MTP tensors, which are skipped by name.
 """
 
+from __future__ import annotations
+
 import os
 import weakref
 from contextlib import ExitStack
@@ -43,14 +45,14 @@ class QuantizedInfo:
 
 
 class Checkpoint:
-    """An opened checkpoint. Names are canonical: `embed_tokens`, `lm_head`, `norm`, `layers.3.self_attn.q_proj`.
+    """An opened checkpoint. Names are canonical: `embed_tokens`, `norm`, `layers.3.self_attn.q_proj`.
 
     `tensors` holds every text tensor by canonical name, `skipped` the names of the rest. `raw_norms` is True where
     RMSNorm weights (layer, final, q and k norms; not linear_attn.norm) are stored as w of 1 + w, which the loader must
     add. Reads are safe from several threads at once.
     """
 
-    _finalizer: "weakref.finalize[[], Self]"
+    _finalizer: weakref.finalize[[], Self]
 
     def __init__(self, path: Path, config: ModelConfig, generation: dict[str, Any], shards: Shards) -> None:
         """Use Checkpoint.open."""
@@ -65,7 +67,7 @@ class Checkpoint:
         self._descriptors = shards.descriptors
 
     @classmethod
-    def open(cls, path: str | Path) -> "Checkpoint":
+    def open(cls, path: str | Path) -> Checkpoint:
         """Open a folder and check everything but the values of its tensors; raises CheckpointError."""
         path = Path(path)
         _require_folder(path)
@@ -80,7 +82,7 @@ class Checkpoint:
         """Close the files; repeated calls do nothing."""
         self._finalizer()
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:

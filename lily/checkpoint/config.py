@@ -6,6 +6,8 @@ config (`text_config`) or a flat text-only one. Not handled: vision and MTP sett
 RoPE scaling (YaRN), other quantization modes, which are refused.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping
@@ -143,12 +145,12 @@ class ModelConfig:
         return self.quantization_overrides.get(canonical_name(module_path), self.quantization)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "ModelConfig":
+    def from_file(cls, path: str | Path) -> ModelConfig:
         """Read a config.json."""
         return cls.from_dict(read_object(Path(path)), str(path))
 
     @classmethod
-    def from_dict(cls, config_json: dict[str, Any], source: str) -> "ModelConfig":
+    def from_dict(cls, config_json: dict[str, Any], source: str) -> ModelConfig:
         """Check and convert a parsed config.json; `source` (its path) begins every message."""
         return _Reader(config_json, source).model_config()
 

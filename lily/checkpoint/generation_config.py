@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """generation_config.json: a checkpoint's sampling defaults and end-of-text ids. Optional; unknown keys are kept."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any

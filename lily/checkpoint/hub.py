@@ -5,6 +5,8 @@ The only module that touches the network, through the optional package huggingfa
 cache are not downloaded again. Not handled: logging in; huggingface_hub reads HF_TOKEN or its own stored token.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import shutil

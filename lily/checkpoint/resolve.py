@@ -5,6 +5,8 @@ Looks at the local disk only and never touches the network; ``hub.py`` downloads
 checkpoint is for ``checkpoint.py`` to say; of a cached snapshot it is only checked that no file is missing.
 """
 
+from __future__ import annotations
+
 import importlib.resources
 import os
 import re
@@ -55,9 +57,9 @@ class HubModel:
 
 
 def resolve_model(spec: str | None) -> ResolvedModel:
-    """Find a model: None is the embedded one, an existing folder itself, ORG/NAME[@REVISION] is looked up in the cache.
+    """Finds a model: None is the embedded one, an existing folder itself, ORG/NAME[@REVISION] lies in the cache.
 
-    Raises CheckpointError: for a model that is not (completely) there it ends with the line `lily pull ORG/NAME[@REV]`.
+    Raises CheckpointError: for a model that is not (completely) there its last line is `lily pull ORG/NAME[@REV]`.
     """
     if spec is None:
         return _embedded()

@@ -5,6 +5,8 @@ Reads headers only; trusts nothing in them. Every byte of a data section belongs
 refused. Data may begin at any byte: MLX does not pad headers. Not handled: types of less than a byte per element.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import struct

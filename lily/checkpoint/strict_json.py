@@ -4,6 +4,8 @@
 Accepts less than the json module: UTF-8 only, no byte order mark, no NaN or Infinity, no duplicate keys, bounded size.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import stat

@@ -4,6 +4,8 @@
 Names are canonical: without `language_model.` and `model.`. Vision and MTP tensors are not listed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 

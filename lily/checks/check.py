@@ -79,8 +79,10 @@ def check(case: Case, tested: Bench, reference: Bench) -> Result:
 
 
 def limits_of(case: Case, arg: Arg, act: str, isa: object) -> Limits:
-    """(worst, root mean square) relative error of a written argument that rounding explains, on a device whose
-    activations are ``act``; ``isa`` is the cpu device's path."""
+    """(worst, root mean square) relative error of a written argument that rounding explains.
+
+    ``act``: type of the device's activations; ``isa``: the cpu device's path.
+    """
     parts = [_SINGLE]
     if (act == "bf16" and case.kernel in MATRIX_KERNELS) or (isa in ROUNDING_ISAS and _multiplies_4_bits(case)):
         parts.append(_OPERANDS)

@@ -18,7 +18,7 @@ from lily.errors import LilyError
 
 if TYPE_CHECKING:
     from lily.checkpoint.checkpoint import Checkpoint
-    from lily.run.budget import Room
+    from lily.run.budget import Budget
 
 _PACKAGES = ("numpy", "tokenizers", "click", "jinja2", "huggingface_hub")
 
@@ -37,13 +37,13 @@ def info(console: Console, flags: EngineFlags, as_json: bool) -> None:
     report: dict[str, Any] = {"lily": __version__, "python": platform.python_version(), "platform": platform.platform()}
     report["packages"] = {name: _version(name) for name in _PACKAGES}
     report["hub_cache"] = str(hub_cache())
-    room = None
+    budget = None
     try:
-        report["device"], room = _device(flags)
+        report["device"], budget = _device(flags)
     except LilyError as error:
         report["device"] = {"error": str(error)}
     try:
-        report |= _model(flags, room)
+        report |= _model(flags, budget)
     except LilyError as error:
         report["model"] = {"error": str(error)}
     problems = [report[name]["error"] for name in ("model", "context", "device") if "error" in report.get(name, {})]
@@ -61,7 +61,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _model(flags: EngineFlags, room: Room | None) -> dict[str, Any]:
+def _model(flags: EngineFlags, budget: Budget | None) -> dict[str, Any]:
     from lily.checkpoint.checkpoint import Checkpoint
     from lily.checkpoint.resolve import resolve_model
     from lily.sampling import SamplingParams, checkpoint_defaults
@@ -95,7 +95,7 @@ def _model(flags: EngineFlags, room: Room | None) -> dict[str, Any]:
         return {
             "model": model,
             "sampling_defaults": {name: getattr(used, name) for name in names},
-            "context": _context(flags, checkpoint, found.name, room),
+            "context": _context(flags, checkpoint, found.name, budget),
         }
 
 
@@ -111,47 +111,47 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, int]:
     return counts
 
 
-def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, room: Room | None) -> dict[str, Any]:
+def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, budget: Budget | None) -> dict[str, Any]:
     """The context that an engine would have here, and the memory for it."""
-    from lily.device.device import choose_device
+    from lily.device.kinds import choose_device
     from lily.plan.weights_map import map_weights
     from lily.policy import policy_for
     from lily.run.budget import plan_context
 
     config = checkpoint.config
     policy = policy_for(choose_device(flags.device), flags.ablate)
-    if room is None:
+    if budget is None:
         return {"limit": config.max_position_embeddings, "error": "unknown: the device cannot be used"}
     weights = map_weights(config, policy)
-    sizes: dict[str, Any] = {"limit": config.max_position_embeddings, "available_bytes": room.total}
+    sizes: dict[str, Any] = {"limit": config.max_position_embeddings, "available_bytes": budget.total}
     try:
-        tokens, memory = plan_context(config, policy, weights, room=room, max_context=flags.max_context, name=name)
+        tokens, memory = plan_context(config, policy, weights, budget=budget, max_context=flags.max_context, name=name)
     except LilyError as error:
         return {**sizes, "error": str(error)}
     return {"max_context": tokens, **sizes, "memory": {**asdict(memory), "total": memory.total}}
 
 
-def _device(flags: EngineFlags) -> tuple[dict[str, Any], Room]:
+def _device(flags: EngineFlags) -> tuple[dict[str, Any], Budget]:
     """What the device that an engine would open says about itself, and the memory it has."""
     from lily.checks.tensor_check import open_checked
-    from lily.device.device import choose_device
-    from lily.run.budget import Room
+    from lily.device.kinds import choose_device
+    from lily.run.budget import Budget
 
     name = choose_device(flags.device)
-    options = {"threads": flags.threads} if name == "cpu" else _tuned(flags.model, name)
-    with open_checked(flags.device, **options) as device:
-        return {"name": name, **device.info}, Room.of(device)
+    with open_checked(flags.device, **_options(flags, name)) as device:
+        return {"name": name, **device.info}, Budget.of(device)
 
 
-def _tuned(model: str | None, device: str) -> dict[str, str]:
-    """What `lily tune` chose for the model; nothing for a model that is not here."""
+def _options(flags: EngineFlags, device: str) -> dict[str, object]:
+    """What an engine would open the device with; without what `lily tune` chose if the model is not here."""
     from lily.checkpoint.resolve import resolve_model
-    from lily.tune import tuned_options
+    from lily.device.kinds import kind_of
+    from lily.device.tuned import opening_options
 
     try:
-        return tuned_options(device, resolve_model(model).key)
+        return opening_options(device, resolve_model(flags.model).key, flags.threads)
     except LilyError:
-        return {}
+        return kind_of(device).options(flags.threads)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

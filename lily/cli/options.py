@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lily.cli.console import Console
+from lily.device.kinds import KINDS
 from lily.errors import DeviceError, InvalidRequestError
 
 if TYPE_CHECKING:
     from lily.engine import Engine
 
 REAL_MODEL = "mlx-community/Qwen3.6-35B-A3B-4bit"
-DEVICES = ("auto", "cpu", "metal", "cuda")
+DEVICES = ("auto", *KINDS)
 
 Command = Callable[..., None]
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lily.cli.console import Console
-from lily.cli.options import DEVICES, ablate_option, console_options
+from lily.cli.options import ablate_option, console_options
+from lily.device.kinds import KINDS
 
 if TYPE_CHECKING:
     from lily.checkpoint.config import ModelConfig
@@ -21,7 +22,7 @@ _COLUMNS = "{level:>5}  {label:<34} {kernel:<20} {grid:<16} {mb:>10}"
 
 @click.command()
 @click.option("-m", "--model", metavar="MODEL", help="A folder, a config.json, or ORG/NAME[@REVISION] in the cache.")
-@click.option("--device", type=click.Choice(DEVICES[1:]), default="metal", show_default=True)
+@click.option("--device", type=click.Choice(tuple(KINDS)), default="metal", show_default=True)
 @click.option("--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True)
 @click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Rows of a prefill chunk.  [default: a full one]")
 @click.option("--context", type=click.IntRange(min=1), metavar="TOKENS", help="Tokens in the cache.  [default: 4096]")

@@ -31,20 +31,22 @@ def tune(console: Console, flags: EngineFlags, rounds: int, tokens: int, as_json
     used from then on, with this model, chip, macOS and version of Lily. Close other programs first.
     """
     from lily.checkpoint.resolve import resolve_model
-    from lily.device.device import choose_device
-    from lily.tune import OPTIONS, measure, remember
+    from lily.device.kinds import choose_device, kind_of
+    from lily.device.tuned import remember
+    from lily.tune import measure
 
     device = choose_device(flags.device)
     model = resolve_model(flags.model)
-    if device != "metal":
+    options = kind_of(device).tunable
+    if not options:
         console.note(f"lily: there is nothing to tune on the {device} device")
         if as_json:
             console.write(json.dumps({"device": device, "model": model.name, "options": []}) + "\n")
         return
     report = []
-    for option in OPTIONS:
-        result = measure(option, lambda: flags.open(console), rounds=rounds, tokens=tokens)
-        path = remember(model.key, result)
+    for option in options:
+        result = measure(device, option, lambda: flags.open(console), rounds=rounds, tokens=tokens)
+        path = remember(model.key, option, result.winner, result.milliseconds)
         report.append(
             {
                 "option": option.name, "default": option.default, "winner": result.winner,

@@ -8,10 +8,7 @@ functions by pointer (``lily/_submit.pyx``).
 from __future__ import annotations
 
 import ctypes
-import os
-import shlex
 import struct
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from lily.device.kinds import choose_device, environment_options, kind_of, library_path
 from lily.device.shader_library import shader_options
 from lily.errors import DeviceError
 from lily.kernels import Kernel
@@ -30,10 +28,6 @@ from lily.plan.views import Plan
 ABI_VERSION = 1
 OK, EINVAL, ENOMEM, ENOTFOUND, EFAILED, ETIMEOUT, ELOST = range(7)
 _SLICE = 50_000_000  # nanoseconds
-_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
-_LIBRARIES = {"cpu": Path(__file__).parents[1] / f"cpu/liblily_cpu.{_SUFFIX}"}
-if sys.platform == "darwin":
-    _LIBRARIES["metal"] = Path(__file__).parents[1] / f"metal/liblily_metal.{_SUFFIX}"
 
 
 class _Arg(ctypes.Structure):
@@ -68,20 +62,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def choose_device(name: str) -> str:
-    """The device that ``auto`` stands for on this machine, metal on macOS; other names as they are."""
-    if name != "auto":
-        return name
-    return "metal" if "metal" in _LIBRARIES else "cpu"
-
-
 @contextmanager
 def cpu_remedy(name: str) -> Iterator[None]:
     """Within it, a DeviceError of what ``auto`` chose says how to do without: nothing else is tried in silence."""
     try:
         yield
     except DeviceError as error:
-        if name != "auto" or choose_device(name) == "cpu" or "--device cpu" in str(error):
+        if name != "auto" or not kind_of(choose_device(name)).gpu or "--device cpu" in str(error):
             raise
         raise DeviceError(f"{error}; to run without the GPU choose the cpu device (--device cpu)") from None
 
@@ -92,34 +79,10 @@ def open_device(name: str, **options: Any) -> Device:
         return Device(choose_device(name), **options)
 
 
-def library_path(device: str) -> Path:
-    """Where the library of ``device`` is installed; DeviceError if there is none for this platform."""
-    if device not in _LIBRARIES:
-        raise DeviceError(f"there is no {device!r} device in this build; available: {', '.join(_LIBRARIES)}")
-    path = _LIBRARIES[device]
-    if not path.exists():
-        raise DeviceError(f"the library of the {device!r} device is missing ({path.name}): build it with `make build`")
-    return path
-
-
-def environment_options(device: str) -> dict[str, object]:
-    """Options from LILY_METAL="key=value key=value": what a user may want to try on one GPU, and what tests need."""
-    text = os.environ.get("LILY_METAL", "") if device == "metal" else ""
-    form = "it takes key=value, separated by spaces (objc_shim/README.md)"
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise DeviceError(f"LILY_METAL={text} cannot be read ({error}); {form}") from None
-    wrong = next((word for word in words if "=" not in word), None)
-    if wrong is not None:
-        raise DeviceError(f"LILY_METAL holds {wrong!r}; {form}")
-    return {key: value for key, _, value in (word.partition("=") for word in words)}
-
-
 @contextmanager
 def _shaders(device: str, given: Mapping[str, object]) -> Iterator[dict[str, object]]:
-    """The option that hands the Metal device its shaders, in a file that exists while the device opens."""
-    if device != "metal" or "source" in given:
+    """The option that hands a device its shaders, in a file that exists while the device opens."""
+    if not kind_of(device).shaders or "source" in given:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="lily-") as folder:

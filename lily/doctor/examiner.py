@@ -15,7 +15,8 @@ from lily.checks.cases import MATRIX_KERNELS, MEASURED, SIZES, Case, cases, refe
 from lily.checks.check import check
 from lily.checks.runs import Bench
 from lily.checks.tensor_check import open_checked
-from lily.device.device import Device, choose_device
+from lily.device.device import Device
+from lily.device.kinds import choose_device, kind_of
 from lily.device.pipelines import compile_pipelines, pipelines_of
 from lily.doctor import paths
 from lily.doctor.ceilings import greatest, limits
@@ -45,8 +46,9 @@ class Examiner:
     ) -> None:  # fmt: skip
         self.document, self.kernels, self.say = document, kernels, say
         self.name = choose_device(device)
-        self.threads = threads if self.name == "cpu" else None
-        self.options: dict[str, Any] = {"threads": threads} if self.name == "cpu" else {}
+        self.kind = kind_of(self.name)
+        self.threads = threads if self.kind.threads else None
+        self.options: dict[str, Any] = self.kind.options(threads)
         document["device"] = self.device = paths.chosen(device)
         self.rows: dict[str, dict[str, Any]] = {}  # by the case's name
         self.end = time.monotonic() + MEASURED_UNTIL
@@ -77,7 +79,7 @@ class Examiner:
 
     def _instead(self) -> str:
         """What a user may do until it is mended."""
-        if self.name != "cpu":
+        if self.kind.gpu:
             return f"use --device cpu, and {_SEND}"
         return _SEND if self.device["info"]["isa"] == "portable" else f"set LILY_CPU=portable, and {_SEND}"
 
@@ -115,7 +117,7 @@ class Examiner:
         """For a GPU the fastest path of the cpu device that rounds nothing; for the cpu device its portable path."""
         try:
             options: dict[str, Any]
-            if self.name == "cpu":
+            if not self.kind.gpu:
                 options = {"isa": "portable", "threads": 1 if self.device["info"]["isa"] == "portable" else None}
             else:
                 with Device("cpu") as cpu:

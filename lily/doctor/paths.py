@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lily.checks.cases import ROUNDING_ISAS
-from lily.device.device import ABI_VERSION, Device, choose_device, library_path
+from lily.device.device import ABI_VERSION, Device
+from lily.device.kinds import KINDS, choose_device, kind_of, library_path
 from lily.doctor.machine import fingerprint
 from lily.errors import DeviceError
 from lily.msl.flatten import flatten
 from lily.units import gb
 
 _PACKAGE = Path(__file__).parents[1]
-
-_VARIABLES = (
-    "LILY_CPU", "LILY_METAL", "LILY_METAL_CAPTURE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "MTL_CAPTURE_ENABLED",
-    "METAL_CAPTURE_ENABLED", "MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION",
-)  # fmt: skip
 
 Way = tuple[str, str, str]  # what, its value, why
 
@@ -36,13 +32,14 @@ def chosen(requested: str) -> dict[str, Any]:
 
 def environment() -> dict[str, str]:
     """Variables that change what is chosen."""
-    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    names = (name for kind in KINDS.values() for name in kind.variables)
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def opened(device: Device) -> dict[str, Any]:
     """What an open device says about itself, and its ways with reasons."""
     info = device.info
-    ways = _cpu_ways(info) if device.name == "cpu" else _gpu_ways(info)
+    ways = _gpu_ways(info) if kind_of(device.name).gpu else _cpu_ways(info)
     return {
         "info": info,
         "library": _library(device.name),
@@ -53,16 +50,14 @@ def opened(device: Device) -> dict[str, Any]:
 
 def remedy(name: str, error: str) -> str:
     """What to do about a device that does not open."""
-    steps = []
+    kind, steps = kind_of(name), []
     if "make build" not in error and "missing" in error:
         steps.append("build the device libraries with `make build`, or install the wheel for this system")
-    if name == "metal" and sys.platform != "darwin":
-        steps.append("the metal device needs macOS 15 or later on an M1 or later")
-    if name == "cuda":
-        steps.append("the cuda device is not part of this build")
-    if name != "cpu" and "--device cpu" not in error:
+    if not kind.here:
+        steps.append(kind.needs)
+    if kind.gpu and "--device cpu" not in error:
         steps.append("use --device cpu to run on the processor")
-    if name == "metal" and sys.platform == "darwin":
+    if kind.gpu and kind.here:
         steps.append("please send this report (lily doctor --json)")
     return "; ".join(steps) or "please send this report (lily doctor --json)"
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: one readable forward pass per phase, scheduled into levels with barriers, as pure data."""
+"""The plan: one readable forward pass per phase, scheduled into levels with barriers, as pure data (README.md)."""
+
+from __future__ import annotations
 
 from lily.plan.builder import Builder
 from lily.plan.decode import decode_plan

@@ -93,7 +93,7 @@ class Builder:
         if threads > k.max_threads:
             raise ValueError(f"{kernel}: {threads} threads, allowed are {k.max_threads}")
         label = self._prefix + (label or kernel)
-        legal.check(k, {**params, **constants}, device=self.policy.device, source=self.config.source, label=label)
+        legal.check(k, {**params, **constants}, policy=self.policy, source=self.config.source, label=label)
         views = tuple(v if isinstance(v, View) else v.view for v in (args[a.name] for a in k.args))
         self.dispatches.append(
             Dispatch(

@@ -14,6 +14,7 @@ from functools import cache
 
 from lily.errors import CheckpointError
 from lily.kernels import Kernel
+from lily.policy import Policy
 
 # What config.json calls the sizes that the table has short names for.  A broken rule of any other name is Lily's fault.
 MODEL_SIZES = {
@@ -78,14 +79,14 @@ def rules(text: str) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-def check(kernel: Kernel, values: Mapping[str, float], *, device: str, source: str, label: str) -> None:
-    """CheckpointError unless ``kernel`` can run with these parameters and constants on ``device``."""
+def check(kernel: Kernel, values: Mapping[str, float], *, policy: Policy, source: str, label: str) -> None:
+    """CheckpointError unless ``kernel`` can run with these parameters and constants on the policy's device."""
     for rule in rules(kernel.legal):
         if not rule.holds(values):
             raise _refusal(kernel, rule, values, source, label, "")
-    for rule in rules(kernel.gpu) if device != "cpu" else ():
+    for rule in rules(kernel.gpu) if policy.gpu else ():
         if not rule.holds(values):
-            raise _refusal(kernel, rule, values, source, label, f" on the {device} device; use --device cpu")
+            raise _refusal(kernel, rule, values, source, label, f" on the {policy.device} device; use --device cpu")
 
 
 def _refusal(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs plans: how long a context fits (budget.py), chunks of a prompt, recorded lists, tokens as they come."""
+"""Plans run for one sequence on one device (README.md)."""

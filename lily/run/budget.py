@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lily.checkpoint.config import ModelConfig
 from lily.device.device import Device
 from lily.device.host_memory import available_bytes
+from lily.device.kinds import kind_of
 from lily.errors import DeviceError, InvalidRequestError
 from lily.plan import Builder, decode_plan, prefill_plan
 from lily.plan.memory import MemorySum, memory_sum
@@ -19,30 +20,27 @@ SNAPSHOTS = 4
 
 
 @dataclass(frozen=True)
-class Room:
+class Budget:
     """What a device may hold: bytes in all and in one buffer, and how a user gets more."""
 
     total: int
     buffer: int
-    remedy: str = "close other programs or use a smaller model"
+    remedy: str
 
     @classmethod
-    def of(cls, device: Device) -> Room:
-        """The room of an open device; the cpu device has what the machine has left."""
-        if device.name == "cpu":
-            return cls(available_bytes(), 1 << 62)
-        info = device.info
-        remedy = "use a smaller model"
-        if device.name == "metal":
-            remedy += ", or let the GPU use more of this Mac's memory (sudo sysctl iogpu.wired_limit_mb=MEGABYTES)"
-        return cls(int(info.get("memory", available_bytes())), int(info.get("max_buffer", 1 << 62)), remedy)
+    def of(cls, device: Device) -> Budget:
+        """The budget of an open device: what it says itself, or what the machine has left."""
+        kind = kind_of(device.name)
+        info = device.info if kind.own_memory else {}
+        total, buffer = info.get("memory", available_bytes()), info.get("max_buffer", 1 << 62)
+        return cls(int(total), int(buffer), kind.more_memory)
 
 
 def plan_context(
-    config: ModelConfig, policy: Policy, weights: WeightsMap, *, room: Room, max_context: int | None = None,
+    config: ModelConfig, policy: Policy, weights: WeightsMap, *, budget: Budget, max_context: int | None = None,
     name: str = "the model",
 ) -> tuple[int, MemorySum]:  # fmt: skip
-    """(tokens of the context, memory it needs) when ``room`` is there; ``max_context`` asks for so many tokens.
+    """(tokens of the context, memory it needs) within ``budget``; ``max_context`` asks for so many tokens.
 
     Raises InvalidRequestError beyond the model's limit, and DeviceError with the sum if it cannot fit.
     """
@@ -57,18 +55,18 @@ def plan_context(
     fixed = needed(0)
     per_token = needed(1).total - fixed.total  # KV rows and what counts tokens
     largest = max(weights.buffers.values())
-    if largest > room.buffer:
+    if largest > budget.buffer:
         raise DeviceError(
             f"{name} does not fit: one layer's weights take {gb(largest)}, a buffer of this GPU holds "
-            f"{gb(room.buffer)}; {room.remedy}"
+            f"{gb(budget.buffer)}; {budget.remedy}"
         )
-    fits = (room.total - fixed.total) // per_token
+    fits = (budget.total - fixed.total) // per_token
     if fits < (max_context or 1):
         want = needed(max_context or 1)
         raise DeviceError(
             f"{name} does not fit: it needs {gb(want.total)} (weights {gb(want.weights)}, state {gb(want.state)}, "
             f"KV cache {gb(want.kv)}, scratch {gb(want.scratch)}, snapshots {gb(want.snapshots)}), "
-            f"{gb(room.total)} are available; " + ("use a smaller max_context" if fits >= 1 else room.remedy)
+            f"{gb(budget.total)} are available; " + ("use a smaller max_context" if fits >= 1 else budget.remedy)
         )
     tokens = max_context or min(limit, fits)
     return tokens, needed(tokens)

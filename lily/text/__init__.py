@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back: tokenizer, chat template, detokenizer of streamed tokens, stop strings."""
+"""Text to tokens and back (README.md)."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text from token ids as they arrive, never splitting a character.
 
-Not handled: the choice of what is shown (reasoning, tool calls, stop strings); that works on the text made here.
+Not handled: the choice of what is shown; stop strings (stops.py) are matched on the text made here.
 """
+
+from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence, Set

@@ -5,6 +5,8 @@ Not handled: stop ids (the device sees those), and which part of a reply (reason
 pushes what is to be searched. Text is compared character by character, without Unicode normalisation.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from lily.errors import InvalidRequestError
@@ -89,7 +91,7 @@ class StopMatcher:
 
 
 def _unfinished_start(text: str, stop: str) -> int:
-    """Where the longest end of `text` begins that `stop` begins with but goes beyond; len(text) if there is none."""
+    """Where the longest end of `text` begins that is a beginning of `stop`, not all of it; else len(text)."""
     for start in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[start:]):
             return start

@@ -10,8 +10,10 @@ What callers may rely on, beyond the OpenAI format:
 
 Not handled: images, audio, video and files (an error names the message); separate templates for tool use
 (`default` is taken where a checkpoint has several); control tokens spelled in the content of a message, which the
-tokenizer will recognise as mlx-lm and transformers do. Parsing of replies is elsewhere.
+tokenizer will recognise as mlx-lm and transformers do; parsing of replies.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -65,8 +67,8 @@ class ChatTemplate:
                 raise CheckpointError(f"{origin}: {line}not a valid template: {error}; download it again") from None
 
     @classmethod
-    def from_dir(cls, path: str | os.PathLike[str]) -> "ChatTemplate":
-        """Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, of the checkpoint folder."""
+    def from_dir(cls, path: str | os.PathLike[str]) -> ChatTemplate:
+        """Reads `chat_template.jinja` of the folder, else `chat_template` of its `tokenizer_config.json`."""
         config = load_tokenizer_config(path)
         special_tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name))) is not None}
         file = Path(path) / TEMPLATE_FILE
@@ -127,7 +129,7 @@ class ChatTemplate:
 
 
 def starts_in_reasoning(prompt: str) -> bool:
-    """Whether a reply to the rendered `prompt` begins inside of `<think>`: then only `</think>` will show its end.
+    """Whether a reply to the rendered `prompt` begins inside of `<think>`: only `</think>` shows its end.
 
     Only the unfinished last turn counts, so tags quoted in earlier messages do not matter.
     """

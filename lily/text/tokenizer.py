@@ -8,6 +8,8 @@ Not handled: SentencePiece and other models that are not byte-level; added token
 `tokenizer_config.json`; `clean_up_tokenization_spaces`.
 """
 
+from __future__ import annotations
+
 import operator
 import os
 from collections.abc import Iterable
@@ -79,7 +81,7 @@ class Tokenizer:
         self.eos_ids = tuple(self._id_of_eos(token) for token in eos_tokens)
 
     @classmethod
-    def from_dir(cls, path: str | os.PathLike[str], vocab_size: int) -> "Tokenizer":
+    def from_dir(cls, path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
         """Reads `tokenizer.json` and `tokenizer_config.json` of the checkpoint folder `path`.
 
         Raises CheckpointError if the tokenizer is missing, damaged, not byte-level, or larger than vocab_size.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening and reading checkpoints: what is consumed, what is skipped, and that values arrive exactly."""
 
+from __future__ import annotations
+
 import collections
 import gc
 import hashlib

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints with one named fault each: the message must say which file or tensor, what was seen, what is allowed."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable

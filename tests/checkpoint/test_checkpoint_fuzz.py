@@ -4,6 +4,8 @@
 Mutations are drawn from a seed, so a failure repeats. All are such that no reader may accept the result.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

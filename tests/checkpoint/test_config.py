@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading config.json: every place a value may stand, every value that must be refused."""
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import json

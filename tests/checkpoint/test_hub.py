@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lily pull` against a local server that answers as the Hugging Face Hub does; no other network is used."""
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import http.server

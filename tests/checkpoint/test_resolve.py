@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a model comes from: embedded, a folder, the Hugging Face cache; and what is said when it is not there."""
 
+from __future__ import annotations
+
 import json
 import socket
 from pathlib import Path

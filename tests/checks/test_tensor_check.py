@@ -93,7 +93,7 @@ def test_info_shows_the_device_that_an_engine_would_open(
         asked.append((device, model))
         return {"replay": "icb"}
 
-    monkeypatch.setattr("lily.tune.tuned_options", tuned)
+    monkeypatch.setattr("lily.device.tuned.tuned_options", tuned)
     assert run(["info", "--json", "--device", "metal"]) == 0
     device = json.loads(capsys.readouterr().out)["device"]
     assert (device["tensor_check"], device["replay"]) == ("passed", "icb")

@@ -25,6 +25,7 @@ import lily
 from lily.cli import run
 from lily.cli.console import Progress
 from lily.cli.prompts import reply_start
+from lily.device import kinds
 from lily.errors import LilyError
 
 TEMPLATE_START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -309,7 +310,7 @@ def test_an_end_token_that_is_several_tokens_is_refused(fake: type[Fake], capsys
         (["-m", "/no/such/folder"], ["/no/such/folder", "no such folder"]),
         (["-m", str(DATA)], ["config.json"]),
         (["-m", "some-org/some-model"], ["some-org/some-model", "lily pull some-org/some-model"]),
-        (["--device", "cuda"], ["cuda", "cpu"]),
+        (["--device", "metal"], ["metal", "cpu"]),
         (["--max-context", "5"], ["5", "tokens"]),
         (["--max-context", "99999"], ["99999", "32768"]),
         (["--chat-template-config", '{"messages": []}'], ["messages"]),
@@ -321,6 +322,7 @@ def test_what_cannot_be_done_is_one_message(
     words: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delitem(kinds.LIBRARIES, "metal", raising=False)
     message = failure(["generate", "-p", "What is your name?", *flags], capsys)
     assert all(word in message for word in words)
 
@@ -423,15 +425,18 @@ def test_info_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4096 bytes each" in out
 
 
-def test_info_says_what_is_broken_and_shows_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_says_what_is_broken_and_shows_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(["info", "-m", "/no/such/folder"]) == 1
     out, err = capsys.readouterr()
     assert "device: cpu" in out
     assert err == "lily: error: '/no/such/folder': no such folder\n"
-    assert run(["info", "--device", "cuda"]) == 1
+    monkeypatch.delitem(kinds.LIBRARIES, "metal", raising=False)
+    assert run(["info", "--device", "metal"]) == 1
     out, err = capsys.readouterr()
     assert "model: lily-tiny" in out
-    assert "cuda" in err
+    assert "metal" in err
     assert run(["info", "--json", "--max-context", "40000"]) == 1
     out, err = capsys.readouterr()
     assert "40000" in json.loads(out)["context"]["error"]

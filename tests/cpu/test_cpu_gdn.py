@@ -7,122 +7,17 @@ Formulas: the kernel table's.  Not handled: the projections around the layer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, from_bf16, isa_paths, open_device, run, same_bits, step, to_bf16
+from gdn import EPS, Layer, Shape, reference, scan_512
+from kernel_harness import Array, fill, from_bf16, open_device, run, same_bits, step, to_bf16
 
 from lily.device.device import Device
-
-EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Shape:
-    hk: int = 2
-    hv: int = 4
-    dk: int = 128
-    dv: int = 128
-    taps: int = 4
-
-    @property
-    def rep(self) -> int:
-        return self.hv // self.hk
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.hk * self.dk + self.hv * self.dv
-
-    @property
-    def pitch(self) -> int:
-        return self.channels + self.hv * self.dv + 2 * self.hv
-
-    @property
-    def heads(self) -> dict[str, int]:
-        return {"hk": self.hk, "hv": self.hv, "dk": self.dk, "dv": self.dv}
-
 
 REAL = Shape()
 # Three value heads a key head, Dk < Dv (as in random-tiny's sibling); a width that fills no vector panel; one head.
 SHAPES = [REAL, Shape(2, 6, 32, 64), Shape(1, 5, 16, 48), Shape(1, 1, 256, 16), Shape(1, 2, 64, 256)]
-
-
-@dataclass
-class Layer:
-    """Weights and state of one layer, and `rows` projected rows."""
-
-    shape: Shape
-    proj: Array
-    conv_w: Array
-    a_log: Array
-    dt_bias: Array
-    norm: Array
-    conv: Array
-    state: Array
-
-    @classmethod
-    def random(cls, shape: Shape, rows: int, seed: int = 0) -> Layer:
-        r = np.random.default_rng(seed)
-        f = np.float32
-        return cls(
-            shape,
-            r.normal(0, 1, (rows, shape.pitch)).astype(f),
-            r.normal(0, 0.5, (shape.channels, shape.taps)).astype(f),
-            r.uniform(-2, 2, shape.hv).astype(f),
-            r.normal(0, 1, shape.hv).astype(f),
-            r.normal(1, 0.2, shape.dv).astype(f),
-            r.normal(0, 1, (shape.taps - 1, shape.channels)).astype(f),
-            r.normal(0, 0.3, (shape.hv, shape.dk, shape.dv)).astype(f),
-        )
-
-
-def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
-
-
-def softplus(x: Array) -> Array:
-    return np.logaddexp(x, 0)
-
-
-@dataclass
-class Result:
-    q: Array
-    k: Array
-    v: Array
-    gate: Array
-    beta: Array
-    o: Array
-    y: Array
-    conv: Array
-    state: Array
-
-
-def reference(layer: Layer) -> Result:
-    """The whole layer between its projections, in float64."""
-    s, rows = layer.shape, len(layer.proj)
-    proj, w = layer.proj.astype(float), layer.conv_w.astype(float)
-    c = np.concatenate([layer.conv.astype(float), proj[:, : s.channels]])
-    y = sum(c[j : j + rows] * w[:, j] for j in range(s.taps))
-    y = y * sigmoid(y)
-    nk = s.hk * s.dk
-    q, k = y[:, :nk].reshape(rows, s.hk, s.dk), y[:, nk : 2 * nk].reshape(rows, s.hk, s.dk)
-    v = y[:, 2 * nk :].reshape(rows, s.hv, s.dv)
-    q = q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-6) / np.sqrt(s.dk)
-    k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
-    z, b, a = np.split(proj[:, s.channels :], [s.hv * s.dv, s.hv * s.dv + s.hv], axis=1)
-    beta = sigmoid(b)
-    gate = np.exp(-np.exp(layer.a_log.astype(float)) * softplus(a + layer.dt_bias))
-    state, o = layer.state.astype(float), np.empty((rows, s.hv, s.dv))
-    for t in range(rows):
-        kt, qt = np.repeat(k[t], s.rep, 0), np.repeat(q[t], s.rep, 0)
-        state = state * gate[t][:, None, None]
-        d = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, kt))
-        state = state + kt[:, :, None] * d[:, None, :]
-        o[t] = np.einsum("hkv,hk->hv", state, qt)
-    z = z.reshape(rows, s.hv, s.dv)
-    n = o / np.sqrt((o * o).mean(-1, keepdims=True) + EPS) * layer.norm
-    return Result(q, k, v, gate, beta, o, (z * sigmoid(z) * n).reshape(rows, -1), c[rows:], state)
 
 
 # ---- kernels as functions -------------------------------------------------------------------------------------------
@@ -187,11 +82,6 @@ def sequence(device: Device, layer: Layer, chunks: Iterable[int]) -> tuple[Array
     return np.concatenate(ys), conv, state
 
 
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
-
-
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +94,7 @@ def test_decode_step_follows_the_formulas(device: Device, shape: Shape) -> None:
     np.testing.assert_array_equal(out["conv_out"], want.conv)
 
 
+@pytest.mark.native("slow under emulation")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 65])
 def test_prefill_follows_the_formulas(device: Device, rows: int) -> None:
     for shape in SHAPES:
@@ -260,13 +151,6 @@ def test_gates_over_their_whole_range(device: Device) -> None:
     assert (out["gate"] >= 0).all()
 
 
-def scan_512() -> tuple[Layer, Result]:
-    """Slow decay and 512 tokens: what a low-precision state cannot survive."""
-    layer = Layer.random(Shape(1, 2, 64, 64), 512, seed=5)
-    layer.a_log[:] = -6
-    return layer, reference(layer)
-
-
 def test_512_steps_keep_float32_accuracy(device: Device) -> None:
     layer, want = scan_512()
     out = prefill(device, layer, slice(0, 512), layer.conv, layer.state)
@@ -299,6 +183,7 @@ def test_decode_and_prefill_agree_for_every_split(device: Device, shape: Shape) 
             assert same_bits(a, b), f"{name} differs for chunks {chunks}"
 
 
+@pytest.mark.native("opens a device of its own")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_do_not_depend_on_threads(device: Device, threads: int) -> None:
     layer = Layer.random(Shape(2, 6, 32, 64), 9)

@@ -3,25 +3,20 @@
 
 Accuracy is that of the path: with AVX512-BF16 the activations of 4-bit matrices are rounded to bf16, so the reference
 rounds them too.  Bit-identity between kernels, row counts, threads and tiles is exact, without a tolerance.
-Not handled: NEON on other machines (test_cpu_neon.py), speed (bench/).
+Not handled: speed (bench/).
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, isa_paths, open_device, run
+from kernel_harness import Array, fill, open_device, run
 from quantised import Quantised, qrows, random_quantised, rows16
 from reference import round_bf16
 
 from lily.device.device import Device
 
 EPS = 1e-6
-
-
-@pytest.fixture(scope="module", params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
 
 
 @pytest.fixture
@@ -241,6 +236,7 @@ def test_more_rows_than_are_packed_at_a_time(device: Device, rng: np.random.Gene
         assert np.array_equal(gemm(device, w, x[first : first + 10]), whole[first : first + 10])
 
 
+@pytest.mark.native("opens a device of its own")
 def test_results_do_not_depend_on_threads(device: Device, rng: np.random.Generator) -> None:
     w = random_quantised(rng, 300, 128, 4, 64)
     x = rng.normal(size=(40, 128)).astype(np.float32)

@@ -9,18 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kernel_calls import Call, run_calls
-from kernel_harness import Array, fill, from_bf16, isa_paths, open_device, run, run_call, to_bf16
+from kernel_harness import Array, fill, from_bf16, run, run_call, to_bf16
 from quantised import Quantised, random_quantised, rows16
 from reference import round_bf16
 
 from lily.device.device import Device
 
 EPS = 1e-6
-
-
-@pytest.fixture(scope="module", params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
 
 
 class Moe:

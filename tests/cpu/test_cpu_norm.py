@@ -5,14 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_harness import fill, isa_paths, open_device, run, same_bits, step
+from kernel_harness import fill, run, same_bits, step
 
 from lily.device.device import Device
-
-
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 33])

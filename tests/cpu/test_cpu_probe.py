@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_harness import fill, isa_paths, open_device, run
+from kernel_harness import fill, run
 
 from lily.device.device import Device
-
-
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
 
 
 def test_level_counts(device: Device) -> None:

@@ -10,15 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_harness import Array, fill, isa_paths, open_device, run_call, same_bits
+from kernel_harness import Array, fill, run_call, same_bits
 from routing_calls import check_grouping, expected, group_call, random_logits, topk_call
 
 from lily.device.device import Device
-
-
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
 
 
 def topk(device: Device, *given: Any, **more: Any) -> tuple[Array, Array]:

@@ -21,11 +21,6 @@ from scipy.stats import chisquare
 from lily.device.device import Device
 
 
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
-
-
 @pytest.fixture
 def best_path() -> Device:
     return open_device()
@@ -58,6 +53,7 @@ def test_the_reference_generator_has_the_published_vectors() -> None:
         np.testing.assert_array_equal(philox(np.array([counter], np.uint32), key)[0], np.array(want, np.uint32))
 
 
+@pytest.mark.native("slow under emulation")
 def test_noise_is_accurate_at_both_ends_of_the_uniform(run_call: RunCall, slack: float) -> None:
     check_noise(run_call, slack, 1 << 20)
 

@@ -8,17 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 from kernel_calls import RunCall
-from kernel_harness import isa_paths, open_device
 from kernel_harness import run_call as run_on
 from sampling_filter_tests import *  # noqa: F403
 from sampling_filter_tests import clear_logits, sample_filter
 
 from lily.device.device import Device
-
-
-@pytest.fixture(params=isa_paths())
-def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ from metal.standin import Standin
 from msl_harness import needs_clang
 
 from lily.device import device as device_module
-from lily.device.device import Device, choose_device, environment_options
+from lily.device import kinds
+from lily.device.device import Device
+from lily.device.kinds import choose_device, environment_options
 from lily.engine import Engine
 from lily.errors import DeviceError
 
@@ -117,7 +119,7 @@ def test_tensor_operations_that_compute_something_else_are_not_used(
 
 # ---- auto
 def test_auto_is_metal_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(device_module._LIBRARIES, "metal", Path("/nowhere/liblily_metal.dylib"))
+    monkeypatch.setitem(kinds.LIBRARIES, "metal", Path("/nowhere/liblily_metal.dylib"))
     assert choose_device("auto") == "metal"
     assert choose_device("cpu") == "cpu"
     with pytest.raises(DeviceError, match=r"missing \(liblily_metal.dylib\): build it .*; .*--device cpu"):

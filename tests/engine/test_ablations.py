@@ -5,6 +5,8 @@ But for `fused-dequantisation`, whose off variant rounds weights to bfloat16: th
 devices with every mechanism that is more than an order of work.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from engine_device import current

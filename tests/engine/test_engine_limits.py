@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lily.device.device import Buffer, Device
 from lily.engine import Engine
 from lily.errors import CheckpointError, ContextLengthError, DeviceError, InvalidRequestError, LilyError
 from lily.kernels import MAX_STOP_IDS
-from lily.run.budget import Room
+from lily.run.budget import Budget
 from lily.run.reply import Reply
 
 IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
@@ -208,10 +209,12 @@ def test_model_that_does_not_fit(device, monkeypatch):
     with open_engine(TINY, max_context=4096) as engine:
         memory = engine.info["memory"]
     assert memory["total"] == sum(memory[k] for k in ("weights", "state", "kv", "scratch", "snapshots"))
-    monkeypatch.setattr("lily.engine.Room.of", lambda _: Room(memory["weights"], 1 << 62))
+    budget = Budget(memory["weights"], 1 << 62, "use a smaller model")
+    monkeypatch.setattr("lily.engine.Budget.of", lambda _: budget)
     with pytest.raises(DeviceError, match=r"random-tiny does not fit: it needs 0\.\d+ GB \(weights .*smaller model"):
         open_engine(TINY)
-    monkeypatch.setattr("lily.engine.Room.of", lambda _: Room(memory["total"] - 1000 * memory["kv_per_token"], 1 << 62))
+    larger = replace(budget, total=memory["total"] - 1000 * memory["kv_per_token"])
+    monkeypatch.setattr("lily.engine.Budget.of", lambda _: larger)
     with pytest.raises(DeviceError, match="smaller max_context"):
         open_engine(TINY, max_context=4096)
     with open_engine(TINY) as engine:

@@ -174,13 +174,13 @@ def test_bias_changes_the_logits_and_nothing_else(tiny, device):
 
 
 def _draws(engine: Engine, count: int, **sampling: Any) -> list[int]:
-    """First tokens of replies with the seeds 0, 1, …"""
+    """First tokens of replies with the seeds 0, 1, … in turn."""
     replies = (engine.generate(IDS, max_tokens=1, seed=i, ignore_eos=True, **sampling) for i in range(count))
     return [reply.token_ids[0] for reply in replies]
 
 
 def _assert_drawn(draws: list[int], y: Array, kept: Iterable[int], temperature: float = 1) -> None:
-    """Holds `_draws` to the greatest of the logits that are left, each with the noise of its seed, position and id."""
+    """Holds `_draws` to the greatest of the logits that are left, each with the noise of seed, position and id."""
     kept = np.array(sorted(kept))
     for seed, token in enumerate(draws):
         score = y[kept] / temperature + gumbel(len(y), len(IDS), seed)[kept]

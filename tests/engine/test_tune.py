@@ -22,11 +22,14 @@ from msl_harness import needs_clang
 from lily import tune
 from lily.checkpoint.resolve import resolve_model
 from lily.cli import run
+from lily.device import tuned
+from lily.device.kinds import KINDS
+from lily.device.tuned import tuned_options
 from lily.engine import Engine
 from lily.errors import DeviceError, InvalidRequestError, LilyError
-from lily.tune import OPTIONS, Result, measure, remember, tuned_options
+from lily.tune import Result, measure
 
-REPLAY = OPTIONS[0]
+(REPLAY,) = KINDS["metal"].tunable
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("LILY_METAL", raising=False)
-    monkeypatch.setattr(tune, "machine", lambda: "chip | build | 1")
+    monkeypatch.setattr(tuned, "machine", lambda: "chip | build | 1")
     return tmp_path
 
 
@@ -74,7 +77,7 @@ class Fake:
 def test_what_gives_another_reply_loses_whatever_its_speed() -> None:
     fake = Fake(encode=[10.0, 11.0], icb=[1.0, 1.0])
     fake.replies["icb"] = [1, 2, 4]
-    found = measure(REPLAY, fake, rounds=2)
+    found = measure("metal", REPLAY, fake, rounds=2)
     assert found.winner == "encode"
     assert "replies differ" in str(found.problem)
 
@@ -85,7 +88,7 @@ def result(encode: list[float], icb: list[float]) -> Result:
 
 def test_both_are_measured_in_turn_and_each_is_first_as_often() -> None:
     fake = Fake(encode=[10.0, 11.0, 12.0], icb=[8.0, 9.0, 7.0])
-    found = measure(REPLAY, fake, rounds=3)
+    found = measure("metal", REPLAY, fake, rounds=3)
     assert fake.opened == ["encode", "icb", "icb", "encode", "encode", "icb"]
     assert found.milliseconds == {"encode": [10.0, 11.0, 12.0], "icb": [8.0, 9.0, 7.0]}
     assert found.winner == "icb"
@@ -115,10 +118,10 @@ def test_what_does_not_run_is_told_and_not_chosen() -> None:
                 raise DeviceError("no pipeline")
             return super().__call__()
 
-    found = measure(REPLAY, Broken(encode=[10.0, 10.0]), rounds=2)
+    found = measure("metal", REPLAY, Broken(encode=[10.0, 10.0]), rounds=2)
     assert (found.problem, found.winner) == ("no pipeline", "encode")
     with pytest.raises(DeviceError, match="no pipeline"), environment("LILY_METAL", "msl=3.2"):
-        measure(REPLAY, Failing())
+        measure("metal", REPLAY, Failing())
 
 
 class Failing:
@@ -128,12 +131,16 @@ class Failing:
 
 def test_one_round_and_an_option_that_the_user_set_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="1 rounds tell nothing about noise"):
-        measure(REPLAY, Failing(), rounds=1)
+        measure("metal", REPLAY, Failing(), rounds=1)
     with environment("LILY_METAL", "replay=icb"), pytest.raises(InvalidRequestError, match="LILY_METAL sets replay"):
-        measure(REPLAY, Failing())
+        measure("metal", REPLAY, Failing())
 
 
 # ---- what is kept
+def remember(model: str, found: Result) -> Path:
+    return tuned.remember(model, found.option, found.winner, found.milliseconds)
+
+
 WON, LOST = result([10.0, 10.0], [8.0, 8.0]), result([8.0, 8.0], [10.0, 10.0])
 
 
@@ -145,7 +152,7 @@ def test_a_choice_is_used_for_its_model_device_and_machine_only(monkeypatch: pyt
     assert tuned_options("metal", "a/b") == {"replay": "icb"}
     assert tuned_options("metal", "a/c") == {}
     assert tuned_options("cpu", "a/b") == {}
-    monkeypatch.setattr(tune, "machine", lambda: "chip | newer build | 1")
+    monkeypatch.setattr(tuned, "machine", lambda: "chip | newer build | 1")
     assert tuned_options("metal", "a/b") == {}
 
 
@@ -162,7 +169,7 @@ def test_a_later_measure_replaces_an_earlier_one_and_leaves_other_models(monkeyp
         remember(model, WON)
     path = remember("a/b", LOST)
     assert (tuned_options("metal", "a/b"), tuned_options("metal", "a/c")) == ({}, {"replay": "icb"})
-    monkeypatch.setattr(tune, "machine", lambda: "chip | newer build | 1")
+    monkeypatch.setattr(tuned, "machine", lambda: "chip | newer build | 1")
     remember("a/d", WON)
     assert list(json.loads(path.read_text())) == ["chip | newer build | 1"], "old builds are forgotten"
 
@@ -228,7 +235,7 @@ def test_the_command_tells_times_and_choice(
 # ---- on the shim
 @needs_clang
 def test_an_engine_opens_with_what_was_chosen_for_its_model(emulated: Standin) -> None:
-    found = measure(REPLAY, lambda: Engine(TINY, device="metal", max_context=256), rounds=2, tokens=3)
+    found = measure("metal", REPLAY, lambda: Engine(TINY, device="metal", max_context=256), rounds=2, tokens=3)
     assert found.problem is None
     assert all(len(times) == 2 and min(times) > 0 for times in found.milliseconds.values())
     for choice, expected in ((WON, "icb"), (LOST, "encode")):
@@ -240,7 +247,7 @@ def test_an_engine_opens_with_what_was_chosen_for_its_model(emulated: Standin) -
 @needs_clang
 def test_replaying_that_the_gpu_refuses_leaves_the_default(emulated: Standin) -> None:
     emulated.set(fail_indirect=1)
-    found = measure(REPLAY, lambda: Engine(TINY, device="metal", max_context=256), rounds=2, tokens=2)
+    found = measure("metal", REPLAY, lambda: Engine(TINY, device="metal", max_context=256), rounds=2, tokens=2)
     assert found.winner == "encode"
     assert found.problem is not None
     assert "Compute function cannot be used with indirect command buffers" in found.problem

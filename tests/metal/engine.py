@@ -19,7 +19,7 @@ from unittest import mock
 
 from metal.standin import Standin, emulate, require_standin
 
-from lily.device import device as device_module
+from lily.device import kinds
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def emulated_metal(folder: Path, checked: bool = False, **options: object) -> It
     given: dict[str, object] = {"cache": "off", "keep_s": 0, "slice_ms": 0, **options}
     words = shlex.join(f"{key}={value}" for key, value in given.items())
     with (
-        mock.patch.dict(device_module._LIBRARIES, metal=s.path),
+        mock.patch.dict(kinds.LIBRARIES, metal=s.path),
         mock.patch.dict(os.environ, LILY_METAL=words),
     ):
         yield s

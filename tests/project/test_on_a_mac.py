@@ -19,9 +19,9 @@ PLUGIN = """
 import asyncio, ctypes, multiprocessing, os, platform, shutil, socket, subprocess, sys, tempfile
 import click, huggingface_hub, jinja2, ml_dtypes, numpy, safetensors.numpy, scipy.stats, setuptools, tokenizers
 from pathlib import Path
-from lily.device import device
+from lily.device import kinds
 
-device._LIBRARIES["metal"] = Path("/liblily_metal.dylib")
+kinds.LIBRARIES["metal"] = Path("/liblily_metal.dylib")
 sys.platform, platform.system, platform.machine = "darwin", lambda: "Darwin", lambda: "arm64"
 for name in ("sched_getaffinity", "sched_setaffinity", "memfd_create", "posix_fadvise", "pidfd_open"):
     if hasattr(os, name):

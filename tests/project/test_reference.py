@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference itself is held to mlx-lm: float32 logits on two random checkpoints, 96 positions each."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from paths import DATA

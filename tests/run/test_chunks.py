@@ -10,6 +10,7 @@ from math import prod
 import pytest
 
 from lily.checks.cases import REAL
+from lily.device.kinds import KINDS
 from lily.plan import Builder, prefill_plan
 from lily.policy import POLICIES, Policy
 from lily.run.chunks import Chunk, cut
@@ -46,7 +47,7 @@ def test_where_any_point_is_as_good_the_last_token_but_one_is_kept():
     assert list(cut([1] * 20, 0, INVARIANT, START)) == [Chunk(0, 16, True), Chunk(16, 19, True), Chunk(19, 20, False)]
 
 
-@pytest.mark.parametrize("device", ["metal", "cuda"])
+@pytest.mark.parametrize("device", [name for name, kind in KINDS.items() if kind.gpu])
 def test_one_dispatch_of_attention_is_bounded(device):
     """16 query heads of 256 dims: 2 TFLOP, below a second on the slowest GPU that holds the model."""
     policy = POLICIES[device]

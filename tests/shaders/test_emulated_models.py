@@ -69,7 +69,7 @@ def shaders(model: Path | None, **options: Any) -> Any:
 
 
 def errors(got: Array, want: Array) -> tuple[float, float]:
-    """(greatest, mean)"""
+    """(greatest, mean) difference."""
     error = np.abs(got - want)
     return float(error.max()), float(error.mean())
 

@@ -18,18 +18,19 @@ import numpy as np
 import pytest
 import sampling_filter_tests
 import sampling_tests
-import test_shaders_attention_decode as attention_decode
-import test_shaders_attention_prefill as attention_prefill
-import test_shaders_decode as decode
-import test_shaders_gdn as gdn
-import test_shaders_gemm as gemm
-import test_shaders_moe as moe
-import test_shaders_probe as probe
-import test_shaders_route as route
+import shader_attention_decode as attention_decode
+import shader_attention_prefill as attention_prefill
+import shader_decode as decode
+import shader_gdn as gdn
+import shader_gemm as gemm
+import shader_moe as moe
+import shader_probe as probe
+import shader_route as route
 from kernel_calls import Call
 from metal.standin import require_standin
 from msl_harness import SLACK, bf16, run, run_call, run_many, step
 from msl_survey import survey
+from quantised import random_quantised
 
 from lily.kernels import KERNELS
 
@@ -68,16 +69,16 @@ def scans() -> None:
 
 def dense_products() -> None:
     for metal in gemm.METAL:
-        gemm.test_products_at_the_edges_of_rows(9, 32, metal)
-    gemm.test_router_logits_are_products_in_float32(16, 8)
-    gemm.test_gate_times_up(33, 33, 4, 32, 320)
-    gemm.test_products_are_added_to_the_residual(9, 31, 4, 32, 320)
+        gemm.check_rows(9, 32, metal)
+    gemm.check_router_logits(16, 8)
+    gemm.check_gate_times_up(33, 33, 4, 32, 320)
+    gemm.check_residual(9, 31, 4, 32, 320)
 
 
 def expert_products() -> None:
     for metal in gemm.METAL:
-        moe.test_uneven_and_empty_experts(7, 3, 32, 4, metal)
-    moe.test_products_of_expanded_matrices(32, 320)
+        moe.check_uneven(7, 3, 32, 4, metal)
+    moe.check_expanded_products(32, 320)
 
 
 def logit_steps() -> None:
@@ -91,27 +92,27 @@ def logit_steps() -> None:
 
 # What is run, and the kernels that this must reach.
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "embed": (lambda: decode.test_embedding_gathers_rows(order="forward", bits=4, group=32), "embed"),
-    "rmsnorm": (lambda: decode.test_rmsnorm_follows_the_formula(512, "forward"), "rmsnorm"),
-    "last row": (decode.test_last_row_is_the_last_of_the_step, "last_row"),
-    "copy": (lambda: decode.test_copy_copies_every_byte(65_552), "copy"),
+    "embed": (lambda: decode.check_embedding(order="forward", bits=4, group=32), "embed"),
+    "rmsnorm": (lambda: decode.check_rmsnorm(512, "forward"), "rmsnorm"),
+    "last row": (decode.check_last_row, "last_row"),
+    "copy": (lambda: decode.check_copy(65_552), "copy"),
     "gemv": (gemvs, " ".join(decode.GEMVS)),
     "experts of one row": (lambda: (decode.Moe().check_gate_up(), decode.Moe().check_down()), "moe_gate_up moe_down"),
-    "single matrices": (lambda: decode.test_single_matrices_of_experts(False), "moe_gemv"),
-    "swiglu": (lambda: decode.test_swiglu_over_its_whole_range(33, "forward"), "swiglu"),
+    "single matrices": (lambda: decode.check_single_matrices(False), "moe_gemv"),
+    "swiglu": (lambda: decode.check_swiglu(33, "forward"), "swiglu"),
     "GDN step": (lambda: gdn.check_step(gdn.layer_of(gdn.Shape(1, 2), 1)), "gdn_step"),
     "GDN convolution": (lambda: gdn.check_conv(gdn.layer_of(gdn.Shape(1, 2), 7), parts=2, spare=1), "gdn_conv"),
     "GDN scans": (scans, "gdn_scan gdn_scan_blocked"),
-    "GDN gate": (lambda: gdn.test_gated_norm_follows_the_formula(gdn.REAL, "forward"), "gdn_gate"),
+    "GDN gate": (lambda: gdn.check_gated_norm(gdn.REAL, "forward"), "gdn_gate"),
     "attention of a row": (
         lambda: attention_decode.check_decode(attention_decode.layer_of(attention_decode.REAL, 257)), "attn_decode"
     ),
     "prepared attention": (
-        lambda: attention_decode.test_prepared_decode_follows_the_formulas(1, "forward"), "attn_decode_prepared"
+        lambda: attention_decode.check_prepared(1, "forward"), "attn_decode_prepared"
     ),
-    "combine": (lambda: attention_decode.test_combine_follows_the_formula(256, 256, "forward"), "attn_combine"),
+    "combine": (lambda: attention_decode.check_combine(256, 256, "forward"), "attn_combine"),
     "preparation": (
-        lambda: attention_prefill.test_queries_and_keys_are_normed_and_turned_and_appended(4, 2, 64, 16, 0),
+        lambda: attention_prefill.check_preparation(4, 2, 64, 16, 0),
         "attn_prep",
     ),
     "attention": (
@@ -120,10 +121,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "dense products": (dense_products, "gemm gemm_f32 gemm_swiglu gemm_residual"),
     "expert products": (expert_products, "moe_gemm_gate_up moe_gemm_down moe_gemm_expanded"),
-    "expert sums": (lambda: moe.test_results_are_weighted_and_added(3, 256, 8, 8), "moe_combine"),
-    "expansion": (lambda: moe.test_matrices_are_expanded_to_bf16(4, 96, 32), "expand"),
-    "routing": (lambda: route.test_top_experts_and_weights(256, 8, True, "forward"), "route_topk"),
-    "grouping": (lambda: route.test_rows_are_grouped_by_expert(256, 8, 32, 9), "route_group"),
+    "expert sums": (lambda: moe.check_combine(3, 256, 8, 8), "moe_combine"),
+    "expansion": (lambda: moe.check_expansion(4, 96, 32), "expand"),
+    "routing": (lambda: route.check_topk(256, 8, True, "forward"), "route_topk"),
+    "grouping": (lambda: route.check_grouped(256, 8, 32, 9), "route_group"),
     "logits": (logit_steps, "sample_logits argmax sample_draw top_logprobs score_rows advance"),
     "filters": (lambda: sampling_filter_tests.test_top_k_is_exact(run_call, 20), "sample_filter"),
     "probes": (
@@ -163,7 +164,7 @@ def test_the_language_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(msl_build, "kernel_library", noting)
     for metal in gemm.METAL:
-        gemm.test_products_at_the_edges_of_rows(9, 32, metal)
+        gemm.check_rows(9, 32, metal)
     decode.Row(11, 320, 4, 64, act="f32").check("gemv_norm")
     assert seen == {("gemm", 320, "bf16"), ("gemm", 400, "bf16"), ("gemv_norm", 320, "f32")}
 
@@ -180,8 +181,8 @@ def test_gpus_without_bfloat_arithmetic_multiply_floats(monkeypatch: pytest.Monk
     if msl_device.ON_A_MAC:
         pytest.skip("this GPU has its own family")
     monkeypatch.setattr(msl_device, "FAMILY", 8)
-    gemm.test_products_of_every_width_and_quantisation(96, 32, 4, 320)
-    weights = gemm.random_quantised(np.random.default_rng(1), 4, 64, 4, 64)
+    gemm.check_width(96, 32, 4, 320)
+    weights = random_quantised(np.random.default_rng(1), 4, 64, 4, 64)
     np.testing.assert_array_equal(gemm.weights_of(weights), weights.dense)
 
 
@@ -226,4 +227,4 @@ def test_a_gpu_without_tensor_operations_skips_their_tests(monkeypatch: pytest.M
         pytest.skip("this GPU has them or not")
     monkeypatch.setattr(msl_device, "TENSOR_UNITS", {"family": 9, "macos": 26.2})
     with pytest.raises(pytest.skip.Exception, match="no tensor operations: simdgroup bfloat"):
-        gemm.test_products_at_the_edges_of_rows(9, 32, 400)
+        gemm.check_rows(9, 32, 400)

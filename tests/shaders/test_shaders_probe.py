@@ -6,37 +6,16 @@ Not handled: whether the probes reach what a GPU can do.
 
 from __future__ import annotations
 
-from typing import Any
-
-import ml_dtypes
-import numpy as np
 import pytest
-from msl_harness import ORDERS, Run, needs_shaders, run
+from msl_harness import ORDERS, needs_shaders
+from shader_probe import level, matrix, read
 
 pytestmark = needs_shaders
-
-
-def level(**options: Any) -> Run:
-    out = run("probe_level", {"x": np.array([41, 7, 7, 7], np.uint32)}, threads=(32,), **options)
-    np.testing.assert_array_equal(out["x"], [42, 7, 7, 7])
-    return out
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_level_counts(order: str) -> None:
     assert level(order=order, checked=True).distinct_written == 4
-
-
-def read(size: int, block: int, threads: int, **options: Any) -> Any:
-    src = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    groups = -(-size // block)
-    out = run(
-        "probe_read", {"src": src, "sums": np.zeros(groups, np.uint32)}, {"bytes": size, "block": block},
-        grid=(groups,), threads=(threads,), **options,
-    )  # fmt: skip
-    padded = np.concatenate([src, np.zeros(-size % block, np.uint8)]).view(np.uint32).reshape(groups, -1)
-    np.testing.assert_array_equal(out["sums"], padded.sum(1, dtype=np.uint32))
-    return out
 
 
 @pytest.mark.parametrize("size", [16, 2032, 2048, 2064, 8192, 20_000])
@@ -50,16 +29,6 @@ def test_read_reads_each_byte_once_and_is_clean_when_checked(order: str) -> None
     out = read(20_000, 8192, 128, order=order, checked=True)
     assert out.distinct_read == 20_000 + 8
     assert out.bytes_read <= 20_000 + 8 * 128 * 8
-
-
-def matrix(rounds: int, groups: int = 2, act: str = "bf16", **options: Any) -> None:
-    r = np.random.default_rng(rounds)
-    dtype = np.float32 if act == "f32" else ml_dtypes.bfloat16
-    x, w = r.integers(-8, 9, (2, 64, 64)).astype(dtype)
-    arrays = {"x": x, "w": w, "y": np.zeros((groups, 64, 64), np.float32)}
-    out = run("probe_matrix", arrays, {"rounds": rounds}, grid=(groups,), threads=(128,), act=act, **options)
-    want = rounds * (x.astype(float) @ w.astype(float).T)
-    np.testing.assert_array_equal(out["y"], np.broadcast_to(want, (groups, 64, 64)))
 
 
 @pytest.mark.parametrize("metal", [320, 400])

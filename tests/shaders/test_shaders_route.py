@@ -6,31 +6,20 @@ Expected values: float64 softmax with a stable sort, and a grouping written with
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from msl_harness import ORDERS, SLACK, Array, needs_emulator, needs_shaders, run_many
-from routing_calls import check_grouping, expected, group_call, random_logits, topk_call
+from msl_harness import ORDERS, SLACK, needs_emulator, needs_shaders
+from routing_calls import check_grouping, random_logits
+from shader_route import check_grouped, check_topk, group, random_ids, topk
 
 pytestmark = needs_shaders
-
-
-def topk(*given: Any, rows: int | None = None, **options: Any) -> tuple[Array, Array]:
-    out = run_many([topk_call(*given, rows=rows)], **options)[0]
-    return out["ids"], out["weights"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("renorm", [True, False])
 @pytest.mark.parametrize(("experts", "active"), [(256, 8), (1, 1), (2, 1), (3, 3), (8, 2), (17, 5), (64, 8), (255, 16)])
 def test_top_experts_and_weights(experts: int, active: int, renorm: bool, order: str) -> None:
-    logits = random_logits(9, experts)
-    logits[:, -1] = 100  # the shared expert's gate stands behind the experts' logits and must not take part
-    ids, weights = topk(logits, active, renorm, order=order)
-    want_ids, want_weights = expected(logits, active, renorm)
-    np.testing.assert_array_equal(ids, want_ids)
-    np.testing.assert_allclose(weights, want_weights, rtol=2e-6 * SLACK)
+    check_topk(experts, active, renorm, order)
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -82,22 +71,12 @@ def test_top_experts_run_clean_when_checked() -> None:
 # ---- grouping -------------------------------------------------------------------------------------------------------
 
 
-def group(*given: Any, order: str = "forward", checked: bool = False, **more: Any) -> dict[str, Array]:
-    return run_many([group_call(*given, **more)], order=order, checked=checked)[0].arrays
-
-
-def random_ids(rows: int, experts: int, active: int, seed: int = 0) -> Array:
-    rng = np.random.default_rng(seed)
-    return np.argsort(rng.random((rows, experts)), -1)[:, :active].astype(np.int32)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 33, 65])
 @pytest.mark.parametrize(
     ("experts", "active", "tile"), [(256, 8, 32), (1, 1, 16), (8, 2, 16), (16, 16, 64), (33, 3, 16)]
 )
 def test_rows_are_grouped_by_expert(rows: int, experts: int, active: int, tile: int) -> None:
-    ids = random_ids(rows, experts, active)
-    check_grouping(group(ids, experts, tile), ids, experts, tile)
+    check_grouped(rows, experts, active, tile)
 
 
 @pytest.mark.parametrize("order", ORDERS)

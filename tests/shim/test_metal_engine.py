@@ -20,7 +20,7 @@ from engine_harness import TINY, clear_tokens, open_engine
 from metal.engine import emulated_metal
 from msl_harness import needs_clang
 
-from lily.device.device import library_path
+from lily.device.kinds import library_path
 from lily.engine import Engine
 from lily.errors import DeviceError
 from lily.plan.builder import Builder

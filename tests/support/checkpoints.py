@@ -4,6 +4,8 @@
 Independent of lily.safetensors_file: headers are written, and read back, with struct and json alone.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 import struct
@@ -46,14 +48,14 @@ class Draft:
     files: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path, values: bool = True) -> "Draft":
+    def load(cls, folder: Path, values: bool = True) -> Draft:
         """From a folder; values=False leaves the data out, which makes writing a copy cheap."""
         shards = {path.name: read_tensors(path, values) for path in sorted(folder.glob("*.safetensors"))}
         small = {path.name: path.read_bytes() for path in folder.iterdir() if path.stat().st_size < 100_000}
         kept = {name: data for name, data in small.items() if name.startswith(("tokenizer", "chat", "generation"))}
         return cls(json.loads(small["config.json"]), shards, "auto", kept)
 
-    def copy(self) -> "Draft":
+    def copy(self) -> Draft:
         shards = {name: list(tensors) for name, tensors in self.shards.items()}
         return Draft(copy.deepcopy(self.config), shards, copy.deepcopy(self.index), dict(self.files))
 
@@ -62,18 +64,18 @@ class Draft:
         result: dict[str, Any] = self.config["text_config"]
         return result
 
-    def edit(self, change: Callable[[Tensor], Iterable[Tensor]]) -> "Draft":
+    def edit(self, change: Callable[[Tensor], Iterable[Tensor]]) -> Draft:
         """Replace every tensor by what `change` returns for it."""
         self.shards = {name: [new for old in tensors for new in change(old)] for name, tensors in self.shards.items()}
         return self
 
-    def change(self, name: str, change: Callable[[Tensor], Iterable[Tensor]]) -> "Draft":
+    def change(self, name: str, change: Callable[[Tensor], Iterable[Tensor]]) -> Draft:
         """The same for the one tensor of that name after the prefix."""
         full = f"language_model.{name}" if name.startswith("lm_head") else PREFIX + name
         assert full in self.auto_index()["weight_map"], full
         return self.edit(lambda tensor: change(tensor) if tensor.name == full else [tensor])
 
-    def rename(self, change: Callable[[str], str]) -> "Draft":
+    def rename(self, change: Callable[[str], str]) -> Draft:
         return self.edit(lambda tensor: [replace(tensor, name=change(tensor.name))])
 
     def write(self, folder: Path) -> Path:

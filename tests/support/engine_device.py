@@ -29,6 +29,8 @@ from unittest import mock
 
 import pytest
 
+from lily.device.kinds import KINDS
+
 T = TypeVar("T")
 
 
@@ -67,8 +69,8 @@ class Target:
 def chosen() -> list[Target]:
     """The devices that LILY_DEVICE names."""
     names = os.environ.get("LILY_DEVICE", "cpu,metal").split(",")
-    unknown = set(names) - {"cpu", "metal", "cuda"}
-    assert not unknown, f"LILY_DEVICE names {', '.join(sorted(unknown))}; known: cpu, metal, cuda"
+    unknown = set(names) - set(KINDS)
+    assert not unknown, f"LILY_DEVICE names {', '.join(sorted(unknown))}; known: {', '.join(KINDS)}"
     return [Target(name) for name in names]
 
 
@@ -181,7 +183,7 @@ def cpu_only(reason: str) -> pytest.MarkDecorator:
 
 
 def sweep(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Values of a parameter, of which only `kept` are tried where kernels are emulated, the others in the full test."""
+    """Values of a parameter, of which only `kept` are tried where kernels are emulated; the full test has all."""
     values = list(values)
     assert all(k in values for k in kept)
     return [v if v in kept else pytest.param(*_tuple(v), marks=pytest.mark.sweep) for v in values]

@@ -18,7 +18,8 @@ import numpy as np
 from kernel_calls import Array, Call, run_calls
 from paths import ROOT
 
-from lily.device.device import Device, library_path
+from lily.device.device import Device
+from lily.device.kinds import library_path
 from lily.errors import DeviceError
 from lily.kernels import KERNELS
 from lily.structs import REQUEST, STEP

@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -74,18 +75,18 @@ def _compile(what: str | Path, suffix: str, command: Sequence[str], name: str) -
     if target.exists():
         return target
     CACHE.mkdir(parents=True, exist_ok=True)
-    stem = CACHE / f"{name}-{key}.{os.getpid()}"
-    source = what if isinstance(what, Path) else stem.with_suffix(".cpp")
+    own = f"{name}-{key}.{os.getpid()}.{threading.get_ident()}"  # several threads and processes may want the same
+    text, part = CACHE / f"{own}.cpp", CACHE / f"{own}.part"
+    source = what if isinstance(what, Path) else text
     if isinstance(what, str):
         source.write_text(what)
-    part = stem.with_suffix(".part")
     try:
         done = subprocess.run([*command, str(source), "-o", str(part)], capture_output=True, text=True)
         if done.returncode:
             raise AssertionError(f"{name} does not compile:\n{done.stderr[:8000]}")
         part.replace(target)
     finally:
-        stem.with_suffix(".cpp").unlink(missing_ok=True)
+        text.unlink(missing_ok=True)
         part.unlink(missing_ok=True)
     return target
 

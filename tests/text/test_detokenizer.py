@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The detokenizer's pieces always add up to the bytes decoded at once, wherever characters are split."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop strings cut streamed text exactly where they cut the whole text, however it is chopped."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterable, Iterator
 

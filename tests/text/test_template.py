@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chats: golden prompts of the real template, the table of message forms, and templates that fail."""
 
+from __future__ import annotations
+
 import copy
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer against golden encodings, against the tokenizers library's own decoder, and against damaged files."""
 
+from __future__ import annotations
+
 import json
 import os
 import random
