@@ -26,6 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lily.checkpoint.strict_json import read_bytes
 from lily.errors import CheckpointError, InvalidRequestError
 from lily.text.tokenizer import TOKENIZER_CONFIG_FILE, load_tokenizer_config, token_text
 
@@ -37,6 +38,9 @@ SYSTEM_ROLES = ("system", "developer")
 TEXT_BLOCKS = ("text", "input_text", "output_text")
 MEDIA = ("image", "audio", "video", "file")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NO_TEMPLATE = "no chat template: the prompt is continued as it is"
+MAX_TEMPLATE_BYTES = 1 << 20
+"""Bound for a template's text; the 35B model's has 8 KB."""
 TURN_MARKERS = ("<|im_start|>", "<|im_end|>")
 
 
@@ -70,14 +74,12 @@ class ChatTemplate:
         config = load_tokenizer_config(path)
         special_tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name))) is not None}
         file = Path(path) / TEMPLATE_FILE
-        try:
-            source: str | None = file.read_text(encoding="utf-8")
+        if os.path.lexists(file):  # a link to a file that is gone is an error, not a checkpoint without template
             origin = str(file)
-        except FileNotFoundError:
+            source: str | None = _read_template(file)
+        else:
             origin = str(Path(path) / TOKENIZER_CONFIG_FILE)
             source = _template_of_config(config.get("chat_template"), origin)
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from None
         if source is None:
             origin = str(path)
         return cls(source, origin=origin, special_tokens=special_tokens)
@@ -85,6 +87,11 @@ class ChatTemplate:
     @property
     def available(self) -> bool:
         return self._template is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know who have not asked for a plain continuation."""
+        return () if self.available else (NO_TEMPLATE,)
 
     def render(
         self,
@@ -265,6 +272,13 @@ def _checked_object(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{where} must be an object, seen {type(value).__name__}")
     return value
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return read_bytes(file, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from None
 
 
 def _template_of_config(entry: object, origin: str) -> str | None:

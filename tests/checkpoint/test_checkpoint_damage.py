@@ -248,6 +248,11 @@ def test_impossible_header_lengths_are_named(tmp_path: Path, length: int) -> Non
         b'{"temperature": -1}',
         b'{"temperature": "hot"}',
         b'{"top_p": 1.5}',
+        b'{"top_p": 0}',
+        b'{"repetition_penalty": 0}',
+        b'{"top_k": 2147483648}',
+        b'{"top_k": -2}',
+        b'{"temperature": 100.5, "do_sample": false}',
         b'{"top_k": 2.5}',
         b'{"top_k": true}',
         b'{"min_p": 1e999}',
@@ -259,4 +264,15 @@ def test_impossible_header_lengths_are_named(tmp_path: Path, length: int) -> Non
 )
 def test_generation_configs_of_no_sense_are_named(tiny: Draft, tmp_path: Path, content: bytes) -> None:
     tiny.files["generation_config.json"] = content
-    refused(tiny, tmp_path, "generation_config.json: ")
+    assert len(refused(tiny, tmp_path, "generation_config.json: ")) <= 500
+
+
+def test_a_setting_of_unbounded_length_gives_a_short_message(tiny: Draft, tmp_path: Path) -> None:
+    tiny.files["generation_config.json"] = json.dumps({"temperature": "x" * 10_000}).encode()
+    assert len(refused(tiny, tmp_path, "generation_config.json: temperature is 'xxx")) <= 500
+
+
+def test_an_override_of_a_module_that_is_not_there_is_named(tiny: Draft, tmp_path: Path) -> None:
+    for section in (tiny.config["quantization"], tiny.config["quantization_config"]):
+        section["model.layers.0.mlp.router"] = {"group_size": 64, "bits": 8}
+    refused(tiny, tmp_path, "config.json: quantization['layers.0.mlp.router'] names no quantized module")

@@ -42,6 +42,7 @@ class Fake:
         self.tokenizer = lily.engine.Tokenizer.from_dir(EMBEDDED, 4096)
         self.chat_template = lily.engine.ChatTemplate.from_dir(EMBEDDED)
         self.info = {"model": "fake", "path": "/fake", "revision": None, "max_context": 99, "device": {"name": "cpu"}}
+        self.info["notes"] = []
 
     render_chat = lily.Engine.render_chat
 
@@ -215,6 +216,25 @@ def test_generate_writes_what_the_engine_replies(capsys: pytest.CaptureFixture[s
     assert len(expected.text) > 40
     assert run(["generate", "-p", "Once upon a time", "--seed", "1", "--max-tokens", "24", "--quiet"]) == 0
     assert capsys.readouterr() == (expected.text, "")
+
+
+def test_what_a_checkpoint_lacks_is_said_before_the_reply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in EMBEDDED.iterdir():
+        if file.name not in ("chat_template.jinja", "generation_config.json"):
+            (tmp_path / file.name).symlink_to(file)
+    args = ["-m", str(tmp_path), "--device", "cpu"]
+    assert run(["generate", "-p", "Once", "--max-tokens", "1", *args]) == 0
+    notes = capsys.readouterr().err.splitlines()[:2]
+    assert notes == [
+        "lily: no generation_config.json: replies are greedy (temperature 0) unless options say otherwise",
+        "lily: no chat template: the prompt is continued as it is",
+    ]
+    assert run(["generate", "-p", "Once", "--max-tokens", "1", "--quiet", *args]) == 0
+    assert capsys.readouterr().err == ""
+    assert run(["info", "--json", *args]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["notes"] == [note.removeprefix("lily: ") for note in notes]
+    assert run(["info", *args]) == 0
+    assert "\n  no chat template: " in capsys.readouterr().out
 
 
 def test_json_holds_the_reply_and_a_seed_that_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,38 @@ def test_embedded_template_opens_and_closes_thinking() -> None:
     assert not starts_in_reasoning(embedded().render([U], add_generation_prompt=False))
 
 
+# The files.
+
+
+def test_a_checkpoint_without_template_says_so(tmp_path: Path) -> None:
+    template = ChatTemplate.from_dir(tmp_path)
+    assert not template.available
+    assert template.notes == ("no chat template: the prompt is continued as it is",)
+    assert embedded().notes == ()
+    with pytest.raises(InvalidRequestError, match="has no chat template"):
+        template.render([U])
+
+
+def test_a_template_that_cannot_be_read_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.jinja"
+
+    def refused(words: str) -> None:
+        with pytest.raises(CheckpointError, match=rf"chat_template\.jinja: {words}"):
+            ChatTemplate.from_dir(tmp_path)
+        file.unlink()
+
+    file.symlink_to(tmp_path / "blobs" / "gone")
+    refused("is a link to a missing file")
+    os.mkfifo(file)
+    refused("is not a regular file")
+    file.symlink_to("/dev/zero")
+    refused("is not a regular file")
+    file.write_bytes(b" " * ((1 << 20) + 1))
+    refused("1048577 bytes, expected at most 1048576")
+    file.write_bytes(b"\xff")
+    refused("cannot be read")
+
+
 # System and developer messages.
 
 
