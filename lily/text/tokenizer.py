@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from lily.checkpoint.library_errors import is_panic, pass_on_unless_of_library
 from lily.checkpoint.strict_json import read_bytes, read_object, show
 from lily.errors import CheckpointError, InvalidRequestError
 
@@ -103,7 +104,7 @@ class Tokenizer:
         except CheckpointError as error:
             raise CheckpointError(f"{file}: {error}") from None
         except BaseException as error:
-            _pass_on_unless_of_library(error)
+            pass_on_unless_of_library(error)
             raise CheckpointError(f"{file}: not a valid tokenizer: {str(error)[:200]}; download it again") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = False, plain: bool = False) -> list[int]:
@@ -122,7 +123,7 @@ class Tokenizer:
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = encoding.ids
         except BaseException as error:
-            _pass_on_unless_of_library(error)
+            pass_on_unless_of_library(error)
             raise InvalidRequestError(
                 f"this checkpoint's tokenizer fails on a text of {len(text)} characters: {str(error)[:200]}; "
                 "give another text, or download the checkpoint again"
@@ -166,13 +167,6 @@ class Tokenizer:
         return id
 
 
-def _pass_on_unless_of_library(error: BaseException) -> None:
-    """Raise ``error`` again unless it is one of the library: an Exception, or a panic of its Rust code."""
-    # A panic is no Exception, and its class cannot be imported.
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error
-
-
 @contextmanager
 def _quiet_panics() -> Iterator[None]:
     """Keep what the library writes to standard error while it panics off it; everything else is written at the end.
@@ -193,7 +187,7 @@ def _quiet_panics() -> Iterator[None]:
         os.dup2(sink.fileno(), 2)
         yield
     except BaseException as error:
-        panicked = type(error).__name__ == "PanicException"
+        panicked = is_panic(error)
         raise
     finally:
         os.dup2(kept, 2)

@@ -220,6 +220,11 @@ def u8(*shape: object, at: list[object]) -> dict[str, object]:
         ({"mtp.a": u8(*[1] * 9, at=[0, 1])}, 1, "shape is .* up to 8"),
         ({"mtp.a": u8(*[1 << 62] * 100_000, at=[0, 1])}, 1, "shape is .* up to 8"),
         ({"__metadata__": {"a": "b"}}, 0, None),
+        ({"__metadata__": None, "mtp.a": u8(4, at=[0, 4])}, 4, None),
+        ({"__metadata__": {"a": 1}}, 0, "__metadata__ is .* expected an object of strings"),
+        ({"__metadata__": []}, 0, "__metadata__ is "),
+        ({"mtp.\ud800": u8(1, at=[0, 1])}, 1, r"'mtp\.\\ud800': the name has a lone surrogate"),
+        ({"mtp.c": u8(2, at=[0, 2]), "mtp.a": u8(0, at=[2, 2]), "mtp.b": u8(1, at=[2, 3])}, 3, None),
     ],
 )
 def test_every_byte_belongs_to_one_tensor(tmp_path: Path, header: object, data: int, words: str | None) -> None:

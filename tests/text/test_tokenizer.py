@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -269,9 +270,27 @@ def prefixed(tokenizer: dict[str, Any]) -> None:
     tokenizer["model"]["continuing_subword_prefix"] = "####"
 
 
+def test_standard_error_is_left_alone_where_other_threads_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    monkeypatch.setattr("lily.text.tokenizer.tempfile", None)  # nothing to write into
+    bad = small_tokenizer()
+    prefixed(bad)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a valid tokenizer: range end index"):
+        Tokenizer.from_dir(save(tmp_path, bad), 264)
+    capfd.readouterr()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread runs, whatever earlier tests have left."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
 @pytest.mark.parametrize("damage", [longer_than_its_parts, prefixed])
 def test_a_tokenizer_on_which_the_library_panics_is_refused_quietly(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Callable[[dict[str, Any]], None]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], alone: None, damage: Callable[[dict[str, Any]], None]
 ) -> None:
     bad = small_tokenizer()
     damage(bad)
@@ -282,7 +301,7 @@ def test_a_tokenizer_on_which_the_library_panics_is_refused_quietly(
 
 
 def test_what_else_is_written_while_a_tokenizer_loads_is_not_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Backend:
         def __new__(cls, data: bytes) -> Any:
