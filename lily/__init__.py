@@ -13,7 +13,14 @@ from lily._version import __version__
 
 if TYPE_CHECKING:
     from lily.engine import Engine, Score
-    from lily.errors import CheckpointError, ContextLengthError, DeviceError, InvalidRequestError, LilyError
+    from lily.errors import (
+        CheckpointError,
+        ContextLengthError,
+        DeviceError,
+        InvalidRequestError,
+        LilyError,
+        LilyWarning,
+    )
     from lily.sampling import SamplingParams
     from lily.session import Session
     from lily.streaming import Completion, Stream, StreamChunk, Timings, TokenLogprob
@@ -26,6 +33,7 @@ __all__ = [
     "Engine",
     "InvalidRequestError",
     "LilyError",
+    "LilyWarning",
     "SamplingParams",
     "Score",
     "Session",
@@ -39,7 +47,14 @@ __all__ = [
 # Loaded on first use: the command line answers --help and --version, and plans, without numpy, tokenizer and device.
 _HOMES = {
     "lily.engine": ("Engine", "Score"),
-    "lily.errors": ("CheckpointError", "ContextLengthError", "DeviceError", "InvalidRequestError", "LilyError"),
+    "lily.errors": (
+        "CheckpointError",
+        "ContextLengthError",
+        "DeviceError",
+        "InvalidRequestError",
+        "LilyError",
+        "LilyWarning",
+    ),
     "lily.sampling": ("SamplingParams",),
     "lily.session": ("Session",),
     "lily.streaming": ("Completion", "Stream", "StreamChunk", "Timings", "TokenLogprob"),

@@ -13,21 +13,26 @@ Not handled: images, audio, video and files (an error names the message); separa
 tokenizer will recognise as mlx-lm and transformers do. Parsing of replies is elsewhere.
 """
 
+from __future__ import annotations
+
 import json
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lily.checkpoint.strict_json import read_bytes
-from lily.errors import CheckpointError, InvalidRequestError
+from lily.checkpoint.strict_json import read_bytes, show
+from lily.errors import CheckpointError, InvalidRequestError, LilyWarning
+from lily.text.sandbox import CountingEnvironment, TemplateLimitError, compile_template, render
+from lily.text.template_options import options_of
 from lily.text.tokenizer import TOKENIZER_CONFIG_FILE, load_tokenizer_config, token_text
 
 Message = dict[str, Any]
@@ -38,6 +43,7 @@ SYSTEM_ROLES = ("system", "developer")
 TEXT_BLOCKS = ("text", "input_text", "output_text")
 MEDIA = ("image", "audio", "video", "file")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GIVEN = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")  # what Lily itself hands over
 NO_TEMPLATE = "no chat template: the prompt is continued as it is"
 MAX_TEMPLATE_BYTES = 1 << 20
 """Bound for a template's text; the 35B model's has 8 KB."""
@@ -61,15 +67,20 @@ class ChatTemplate:
         self._origin = origin
         self._special_tokens = dict(special_tokens or {})
         self._template: jinja2.Template | None = None
+        self._options: frozenset[str] = frozenset()
+        self._flags: frozenset[str] = frozenset()
         if source is not None:
             try:
-                self._template = _environment().from_string(source)
-            except (jinja2.TemplateSyntaxError, RecursionError) as error:
+                environment = _environment()
+                self._options, self._flags = options_of(environment.parse(source))
+                self._template = compile_template(source, environment)
+            except Exception as error:  # Jinja's own, and what Python says of the code that Jinja makes
                 line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-                raise CheckpointError(f"{origin}: {line}not a valid template: {error}; download it again") from None
+                reason = next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
+                raise CheckpointError(f"{origin}: {line}not a valid template: {reason}; download it again") from None
 
     @classmethod
-    def from_dir(cls, path: str | os.PathLike[str]) -> "ChatTemplate":
+    def from_dir(cls, path: str | os.PathLike[str]) -> ChatTemplate:
         """Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, of the checkpoint folder."""
         config = load_tokenizer_config(path)
         special_tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name))) is not None}
@@ -105,9 +116,10 @@ class ChatTemplate:
         """The prompt for `messages`, which `normalise_messages` makes regular first.
 
         tools: OpenAI-style tool descriptions, handed over as they are.
-        template_kwargs: further variables of the template, such as `enable_thinking` and `preserve_thinking`.
+        template_kwargs: further variables of the template, such as `enable_thinking` and `preserve_thinking`. A name
+        that the template does not mention gives a LilyWarning.
         Raises InvalidRequestError for messages that cannot be rendered; it holds the template's own words if it has
-        refused them.
+        refused them. What a template may do is bounded (``lily.text.sandbox``).
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -116,6 +128,7 @@ class ChatTemplate:
             )
         if "messages" in template_kwargs:
             raise InvalidRequestError("'messages' cannot be set by template options; leave it out")
+        self._check_options(template_kwargs)
         variables = {
             **self._special_tokens,
             **template_kwargs,
@@ -124,13 +137,40 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            return render(self._template, variables)
         except _RaisedByTemplate as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error.message}") from error
+        except TemplateLimitError as error:
+            raise InvalidRequestError(
+                f"{self._origin}: rendering these messages takes {error}, which is refused; shorten the chat, or mend "
+                "the template if a short chat needs as much"
+            ) from None
         except Exception as error:  # a template is foreign code: any expression in it may fail on this chat
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """A flag that is text would count as true, whatever it says, or as nothing; a misspelled name as nothing."""
+        for name, value in options.items():
+            if name in self._flags and not isinstance(value, (bool, NoneType)):
+                raise InvalidRequestError(
+                    f"template option {name} is {show(value)}; the chat template asks it for true or false: give one "
+                    "of these, without quotes"
+                )
+        unknown = options.keys() - self._options
+        if unknown:
+            known = self._options - {*SPECIAL_TOKENS, *GIVEN}
+            warnings.warn(
+                f"the chat template does not mention {_list_of_names(unknown)}, which has no effect; it knows "
+                f"{_list_of_names(known)}",
+                LilyWarning,
+                stacklevel=3,
+            )
+
+
+def _list_of_names(names: Iterable[str]) -> str:
+    return ", ".join(show(name, 40) for name in sorted(names)[:8]) or "none"
 
 
 def starts_in_reasoning(prompt: str) -> bool:
@@ -328,9 +368,8 @@ class _GenerationBlock(Extension):
 
 def _environment() -> jinja2.Environment:
     """Templates come with downloads: they run in the sandbox, with the names and settings that authors rely on."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = CountingEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
+    environment.price_filters()
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment

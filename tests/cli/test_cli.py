@@ -237,6 +237,16 @@ def test_what_a_checkpoint_lacks_is_said_before_the_reply(tmp_path: Path, capsys
     assert "\n  no chat template: " in capsys.readouterr().out
 
 
+def test_an_option_without_effect_is_a_note_and_a_flag_as_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", "-p", "Once", "--max-tokens", "1", "--device", "cpu", "--chat-template-config"]
+    assert run([*args, '{"enable_thinkng": false}']) == 0
+    err = capsys.readouterr().err
+    assert err.count("lily: the chat template does not mention 'enable_thinkng', which has no effect") == 1
+    assert "Warning" not in err
+    message = failure([*args, '{"enable_thinking": "false"}'], capsys)
+    assert "enable_thinking is 'false'; the chat template asks it for true or false" in message
+
+
 def test_json_holds_the_reply_and_a_seed_that_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["generate", "-p", "Tell me a story.", "--max-tokens", "8", "--quiet"]
     assert run([*base, "--json", "--logprobs", "2"]) == 0
