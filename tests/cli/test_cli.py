@@ -483,6 +483,37 @@ def test_pull_writes_the_folder(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert calls == [("a/b@main", True), ("a/b", False)]
 
 
+# A download whose thread cannot be interrupted, as those of huggingface_hub.
+SLOW_PULL = """
+import concurrent.futures, signal, sys, threading
+import lily.checkpoint.hub
+from lily.cli import run
+
+def pull(spec, progress):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(threading.Event().wait, 300)
+        print("downloading", flush=True)
+        waiting.result()
+
+lily.checkpoint.hub.pull = pull
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(run(["pull", "a/b"]))
+"""
+
+
+def test_an_interrupt_ends_a_download_at_once() -> None:
+    command = [sys.executable, "-c", SLOW_PULL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "downloading\n"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)  # the thread alone would take five minutes
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "\nlily: stopped; the same command goes on from here\n")
+
+
 def test_pull_names_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def no_disk(*_: object, **__: object) -> None:
         raise LilyError("a/b: 20.4 GB to download, but / has 1.0 GB free")
