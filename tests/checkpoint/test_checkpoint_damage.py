@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoints import INDEX, PREFIX, Draft, Tensor, header_bytes, write_shard
 from paths import DATA
+from safetensors import SafetensorError, safe_open
 
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.safetensors_file import open_shards
@@ -235,6 +236,32 @@ def test_every_byte_belongs_to_one_tensor(tmp_path: Path, header: object, data: 
         else:
             with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{words}"):
                 open_shards(tmp_path, stack)
+
+
+class PanicException(BaseException):
+    """A panic of a library, of which the real class cannot be imported."""
+
+
+@pytest.mark.parametrize("error", [SafetensorError("header too odd"), PanicException("header too odd")])
+def test_what_only_the_library_refuses_is_an_error_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("lily.checkpoint.safetensors_file.safe_open", refuse)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not valid safetensors: header too odd; download"):
+        Checkpoint.open(TINY)
+
+
+def test_a_file_that_is_exchanged_while_it_is_opened_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header_bytes({"mtp.a": u8(4, at=[0, 4])}) + bytes(4))
+    (tmp_path / "new").write_bytes(header_bytes({"mtp.b": u8(4, at=[0, 4])}) + bytes(4))
+    monkeypatch.setattr(
+        "lily.checkpoint.safetensors_file.safe_open", lambda path, framework: safe_open(tmp_path / "new", framework)
+    )
+    with ExitStack() as stack, pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was opened"):
+        open_shards(tmp_path, stack)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 1 << 20, 1 << 30, 1 << 63, (1 << 64) - 1])
