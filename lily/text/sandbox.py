@@ -34,6 +34,7 @@ MAX_CHARACTERS = 1 << 28
 """Of one rendering: some two hundred times the text that fits into the model's context."""
 
 _NATIVE = 4  # elements that are copied for the price of one step; they take 32 bytes
+_CALLING = 8  # steps for every element for which a filter calls another filter or a test
 _WEIGHING = 4  # steps for every element of which the size is asked
 _LOOP_STEPS = 4  # of an iteration, beside those of its body
 _MAX_DEPTH = 100  # of lists in lists; deeper ones would end in the interpreter's stack
@@ -310,7 +311,7 @@ def _deep(work: Work, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def _each(work: Work, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Python code for each element, which may look up a chain of attributes."""
     extra = sum(_size(value) for value in (*args[1:], *kwargs.values()))
-    work.step(len(args[0]) * (1 + extra // _NATIVE) if hasattr(args[0], "__len__") else 1)
+    work.step(len(args[0]) * (_CALLING + extra // _NATIVE) if hasattr(args[0], "__len__") else 1)
 
 
 def _padded(work: Work, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -483,7 +484,7 @@ def _paid_result(work: Work, result: Any, args: Sequence[Any] = ()) -> Any:
     elif isinstance(result, (list, tuple)):
         work.step(len(result) // _NATIVE)
     elif _is_iterator(result):
-        return work.count(result, 1 + sum(map(_size, args[1:])) // _NATIVE)
+        return work.count(result, _WEIGHING + sum(map(_size, args[1:])) // _NATIVE)
     return result
 
 
