@@ -15,7 +15,14 @@ from lily._version import __version__
 
 if TYPE_CHECKING:
     from lily.engine import Engine, Score
-    from lily.errors import CheckpointError, ContextLengthError, DeviceError, InvalidRequestError, LilyError
+    from lily.errors import (
+        CheckpointError,
+        ContextLengthError,
+        DeviceError,
+        InvalidRequestError,
+        LilyError,
+        LilyWarning,
+    )
     from lily.sampling import SamplingParams
     from lily.session import Session
     from lily.streaming import Completion, Stream, StreamChunk, Timings, TokenLogprob
@@ -28,6 +35,7 @@ __all__ = [
     "Engine",
     "InvalidRequestError",
     "LilyError",
+    "LilyWarning",
     "SamplingParams",
     "Score",
     "Session",
@@ -41,7 +49,14 @@ __all__ = [
 # Loaded on first use: the command line answers --help and --version, and plans, without numpy, tokenizer and device.
 _HOMES = {
     "lily.engine": ("Engine", "Score"),
-    "lily.errors": ("CheckpointError", "ContextLengthError", "DeviceError", "InvalidRequestError", "LilyError"),
+    "lily.errors": (
+        "CheckpointError",
+        "ContextLengthError",
+        "DeviceError",
+        "InvalidRequestError",
+        "LilyError",
+        "LilyWarning",
+    ),
     "lily.sampling": ("SamplingParams",),
     "lily.session": ("Session",),
     "lily.streaming": ("Completion", "Stream", "StreamChunk", "Timings", "TokenLogprob"),

@@ -104,6 +104,7 @@ class Engine:
         config = self.config = checkpoint.config
         self.tokenizer = Tokenizer.from_dir(self.model.path, config.vocab_size)
         self.chat_template = ChatTemplate.from_dir(self.model.path)
+        self._notes = (*checkpoint.notes, *self.chat_template.notes)
         self._defaults = checkpoint_defaults(checkpoint.generation_config)
         own_stops = dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids))
         # An id beyond the tokenizer's is a padding row, which is never drawn.
@@ -171,7 +172,7 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What runs: model, device, path, context, memory in bytes, sampling defaults, ablations."""
+        """What runs: model, device, path, context, memory in bytes, sampling defaults, ablations, notes."""
         c = self.config
         return {
             "model": self.model.name,
@@ -188,6 +189,7 @@ class Engine:
             "sampling_defaults": dict(self._defaults),
             "stop_token_ids": list(self._stop_ids),
             "ablate": sorted(self._policy.ablate),
+            "notes": list(self._notes),
         }
 
     # ---- text

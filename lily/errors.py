@@ -11,6 +11,10 @@ class LilyError(Exception):
     """Base class of all of Lily's errors."""
 
 
+class LilyWarning(UserWarning):
+    """Something was accepted that has no effect. The command line prints it as a note; see the module ``warnings``."""
+
+
 class CheckpointError(LilyError):
     """A checkpoint is missing, incomplete, damaged or of a kind Lily does not run."""
 

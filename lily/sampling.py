@@ -20,6 +20,9 @@ from lily.errors import InvalidRequestError
 from lily.kernels import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from lily.text.stops import check_stops
 
+CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a checkpoint's generation_config.json may set."""
+
 _SEED_LIMIT = 1 << 64
 _INT_LIMIT = (1 << 31) - 1  # of the device's Request record
 _BIAS_LIMIT = 1e9  # far beyond any logit, and within float32
@@ -145,8 +148,7 @@ def make_params(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Sampli
 
 def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of a checkpoint's generation_config.json; greedy with `do_sample: false`, or without temperature."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {n: generation_config[n] for n in names if generation_config.get(n) is not None}
+    found = {n: generation_config[n] for n in CHECKPOINT_DEFAULTS if generation_config.get(n) is not None}
     if generation_config.get("do_sample", "temperature" in found) is False:
         found["temperature"] = 0.0
     return found

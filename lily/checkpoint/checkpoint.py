@@ -18,16 +18,23 @@ from typing import Any, Self
 import numpy as np
 
 from lily.checkpoint.config import ModelConfig, QuantSpec, canonical_name, is_skipped
-from lily.checkpoint.generation_config import eos_token_ids, read_generation_config
+from lily.checkpoint.generation_config import GENERATION_CONFIG_FILE, eos_token_ids, read_generation_config
 from lily.checkpoint.safetensors_file import Shards, TensorInfo, open_shards
 from lily.checkpoint.strict_json import show
-from lily.checkpoint.tensors import FLOAT_DTYPES, ExpectedTensor, expected_tensors, quantized_modules
+from lily.checkpoint.tensors import (
+    FLOAT_DTYPES,
+    ExpectedTensor,
+    check_overrides,
+    expected_tensors,
+    quantized_modules,
+)
 from lily.errors import CheckpointError
 
 __all__ = ["Checkpoint", "ExpectedTensor", "QuantizedInfo", "TensorInfo", "expected_tensors"]
 
 # macOS refuses reads of 2 GiB and more; Linux shortens them.
 _READ_BYTES = 1 << 30
+NO_GENERATION_CONFIG = f"no {GENERATION_CONFIG_FILE}: replies are greedy (temperature 0) unless options say otherwise"
 _STORAGE = {"U32": "<u4", "BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 
 
@@ -47,18 +54,20 @@ class QuantizedInfo:
 class Checkpoint:
     """An opened checkpoint. Names are canonical: `embed_tokens`, `norm`, `layers.3.self_attn.q_proj`.
 
-    `tensors` holds every text tensor by canonical name, `skipped` the names of the rest. `raw_norms` is True where
+    `tensors` holds every text tensor by canonical name, `skipped` the names of the rest; `notes` says in words what
+    optional parts are absent, and what that means. `raw_norms` is True where
     RMSNorm weights (layer, final, q and k norms; not linear_attn.norm) are stored as w of 1 + w, which the loader must
     add. Reads are safe from several threads at once.
     """
 
     _finalizer: weakref.finalize[[], Self]
 
-    def __init__(self, path: Path, config: ModelConfig, generation: dict[str, Any], shards: Shards) -> None:
+    def __init__(self, path: Path, config: ModelConfig, generation: dict[str, Any] | None, shards: Shards) -> None:
         """Use Checkpoint.open."""
         self.path = path
         self.config = config
-        self.generation_config = generation
+        self.notes = (NO_GENERATION_CONFIG,) if generation is None else ()
+        self.generation_config = generation = generation or {}
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*config.eos_token_ids, *eos_token_ids(generation))))
         self.skipped = tuple(name for name in shards.tensors if is_skipped(name))
         self.tensors = _text_tensors(shards.tensors)
@@ -72,7 +81,7 @@ class Checkpoint:
         path = Path(path)
         _require_folder(path)
         config = ModelConfig.from_file(path / "config.json")
-        generation = read_generation_config(path / "generation_config.json", config.vocab_size)
+        generation = read_generation_config(path / GENERATION_CONFIG_FILE, config.vocab_size)
         with ExitStack() as stack:
             checkpoint = cls(path, config, generation, open_shards(path, stack))
             checkpoint._finalizer = weakref.finalize(checkpoint, stack.pop_all().close)
@@ -200,6 +209,7 @@ def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def _check_tensors(checkpoint: Checkpoint) -> bool:
     """Hold all tensors against the config; returns whether norms are raw."""
+    check_overrides(checkpoint.config)
     tensors, expected = checkpoint.tensors, expected_tensors(checkpoint.config)
     for module, shape in quantized_modules(checkpoint.config).items():
         _check_module(module, tensors, checkpoint.config.quantization_of(module), shape[-1])

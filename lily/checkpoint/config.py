@@ -57,7 +57,8 @@ _KEYS = {
     "shared_intermediate_size": "shared_expert_intermediate_size",
 }
 
-_SKIPPED = re.compile(r"(language_model\.)?(model\.)?(vision_tower|mtp)(\.|$)")
+_PREFIX = re.compile(r"(model\.)?(language_model\.)?(model\.)?")
+_SKIPPED = re.compile(_PREFIX.pattern + r"(vision_tower|visual|mtp)(\.|$)")
 
 
 def is_skipped(name: str) -> bool:
@@ -66,8 +67,12 @@ def is_skipped(name: str) -> bool:
 
 
 def canonical_name(name: str) -> str:
-    """`language_model.model.layers.0.mlp.gate`, `model.layers.0.mlp.gate` -> `layers.0.mlp.gate`; idempotent."""
-    return name.removeprefix("language_model.").removeprefix("model.")
+    """A module's or tensor's name without its prefix; idempotent.
+
+    `language_model.model.layers.0.mlp.gate`, `model.language_model.layers.0.mlp.gate` and `model.layers.0.mlp.gate`
+    are all `layers.0.mlp.gate`.
+    """
+    return _PREFIX.sub("", name, count=1)
 
 
 @dataclass(frozen=True)

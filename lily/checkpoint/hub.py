@@ -7,6 +7,7 @@ cache are not downloaded again. Not handled: logging in; huggingface_hub reads H
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shutil
@@ -20,6 +21,8 @@ from lily.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, read_weigh
 from lily.errors import LilyError
 
 OPTIONAL_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja", INDEX_NAME)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_REMEDY = "free some space, or set HF_HOME to a folder on a larger disk"
 _SPARE_BYTES = 64 << 20  # for small files, locks and file system overhead
 
 
@@ -78,10 +81,20 @@ def _require_disk(model: HubModel, needed: int) -> None:
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed + _SPARE_BYTES > free:
-        raise LilyError(
-            f"{model}: {needed / 1e9:.1f} GB to download, but {existing} has {free / 1e9:.1f} GB free; "
-            "free some space, or set HF_HOME to a folder on a larger disk"
-        )
+        raise LilyError(f"{model}: {_size(needed)} to download, but {existing} has {_size(free)} free; {_DISK_REMEDY}")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    """Whether that is what ``error``, or one that it was made of, says; libraries wrap it, some as text only."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in _FULL) or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager
@@ -115,5 +128,10 @@ def _plain_errors(model: HubModel) -> Iterator[None]:
     except errors.OfflineModeIsEnabled:
         raise LilyError(f"{model}: HF_HUB_OFFLINE is set; unset it to download") from None
     except Exception as error:
+        if _disk_is_full(error):
+            raise LilyError(
+                f"{model}: the disk of {hub_cache()} is full; {_DISK_REMEDY}. Then run the command again: what has "
+                "arrived whole is kept"
+            ) from None
         reason = next(iter(str(error).strip().splitlines()), "no details")
         raise LilyError(f"{model}: download failed: {type(error).__name__}: {reason}; run the command again") from None

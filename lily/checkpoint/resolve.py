@@ -63,7 +63,7 @@ def resolve_model(spec: str | None) -> ResolvedModel:
     """
     if spec is None:
         return _embedded()
-    path = Path(spec).expanduser() if spec.startswith("~/") else Path(spec)
+    path = _expand_home(spec) if spec.startswith("~/") else Path(spec)
     if spec and os.path.exists(path):  # unlike Path.exists, false for names that no file can have
         if not path.is_dir():
             raise CheckpointError(f"{spec}: is a file, expected the folder that holds config.json and *.safetensors")
@@ -86,7 +86,7 @@ def parse_hub_model(spec: str) -> HubModel:
 
 
 def hub_cache() -> Path:
-    """The Hugging Face cache folder, found as huggingface_hub finds it."""
+    """The Hugging Face cache folder, found as huggingface_hub finds it; CheckpointError where that needs a home."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return _expand(os.environ[variable])
@@ -154,4 +154,14 @@ def _absent(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def _expand(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
+    return _expand_home(os.path.expandvars(path))
+
+
+def _expand_home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # neither HOME nor an entry in the table of users, as in many containers
+        raise CheckpointError(
+            f"{show(path, 200)}: this user has no home folder; set HOME, or set HF_HOME or HF_HUB_CACHE to the folder "
+            "of the Hugging Face cache, or give the model's folder with its whole path"
+        ) from None

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The safetensors container: headers of one file, and the set of shards that an index ties together.
 
-Reads headers only; trusts nothing in them. Every byte of a data section belongs to exactly one tensor, or the file is
-refused. Data may begin at any byte: MLX does not pad headers. Not handled: types of less than a byte per element.
+Headers are read by the ``safetensors`` library, and held before that against more than it asks: no name or key given
+twice, nothing beside dtype, shape and offsets, bounded sizes, and a message that says which tensor is at fault. Every
+byte of a data section belongs to exactly one tensor, or the file is refused. The library tells the order of the
+tensors but not their offsets, so these are summed up here; the data is read elsewhere, straight into the memory of the
+device. Data may begin at any byte: MLX does not pad headers. Not handled: types of less than a byte per element.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
@@ -16,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from lily.checkpoint.library_errors import pass_on_unless_of_library
 from lily.checkpoint.strict_json import MAX_JSON_BYTES, open_regular, parse_object, read_object, show
 from lily.errors import CheckpointError
 
@@ -105,7 +112,33 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def read_header(descriptor: int, size: int, path: Path) -> list[TensorInfo]:
-    """Parse and check one file's header; returns its tensors in order of their data."""
+    """Check one file's header and read it; returns its tensors in order of their data."""
+    begin, declared = _declared(descriptor, size, path)
+    tensors = _read_by_library(path, begin)
+    if tensors != declared:
+        raise CheckpointError(f"{path}: changed while it was opened; try again when it is written")
+    return tensors
+
+
+def _read_by_library(path: Path, begin: int) -> list[TensorInfo]:
+    """The tensors of a file whose data section starts at byte ``begin``."""
+    tensors = []
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.offset_keys():
+                entry = file.get_slice(name)
+                dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
+                nbytes = DTYPE_BYTES[dtype] * math.prod(shape)
+                tensors.append(TensorInfo(name, dtype, shape, path, begin, nbytes))
+                begin += nbytes  # the library has made sure that data lies without holes, in the order of these names
+    except BaseException as error:
+        pass_on_unless_of_library(error)
+        raise CheckpointError(f"{path}: not valid safetensors: {str(error)[:200]}; download it again") from None
+    return tensors
+
+
+def _declared(descriptor: int, size: int, path: Path) -> tuple[int, list[TensorInfo]]:
+    """Where the data section starts and what the header says of it, once all is checked that Lily asks of a header."""
     if size == 0:
         raise CheckpointError(f"{path}: is empty; download it again")
     header = _read_bytes(descriptor, 8, 0, path)
@@ -114,12 +147,12 @@ def read_header(descriptor: int, size: int, path: Path) -> list[TensorInfo]:
         allowed = f"2 to {MAX_JSON_BYTES} and within the file's {size} bytes"
         raise CheckpointError(f"{path}: header length is {length}, expected {allowed}; not safetensors, or truncated")
     entries = parse_object(_read_bytes(descriptor, length, 8, path), f"{path}: header")
-    _check_metadata(entries.pop("__metadata__", {}), path)
+    _check_metadata(entries.pop("__metadata__", None), path)
     begin = 8 + length
     tensors = [_tensor_info(name, entry, path, begin) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     _check_layout(tensors, begin, size, path)
-    return tensors
+    return begin, tensors
 
 
 def _read_bytes(descriptor: int, count: int, offset: int, path: Path) -> bytes:
@@ -136,27 +169,34 @@ def _read_bytes(descriptor: int, count: int, offset: int, path: Path) -> bytes:
 
 
 def _check_metadata(metadata: object, path: Path) -> None:
+    if metadata is None:  # absent or null
+        return
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ is {show(metadata)}, expected an object of strings")
 
 
+def _fault(path: Path, name: str, fault: str) -> CheckpointError:
+    return CheckpointError(f"{path}: tensor {show(name)}: {fault}")
+
+
 def _tensor_info(name: str, entry: Any, path: Path, data_begin: int) -> TensorInfo:
-    where = f"{path}: tensor {show(name)}"
+    if not name.isprintable() and any("\ud800" <= character <= "\udfff" for character in name):
+        raise _fault(path, name, "the name has a lone surrogate, expected Unicode text")
     if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
-        raise CheckpointError(f"{where}: entry is {show(entry)}, expected exactly dtype, shape and data_offsets")
+        raise _fault(path, name, f"entry is {show(entry)}, expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"{where}: dtype is {show(dtype)}, expected one of {', '.join(DTYPE_BYTES)}")
+        raise _fault(path, name, f"dtype is {show(dtype)}, expected one of {', '.join(DTYPE_BYTES)}")
     if not _is_sizes(shape) or len(shape) > _MAX_RANK:
-        raise CheckpointError(f"{where}: shape is {show(shape)}, expected up to {_MAX_RANK} non-negative integers")
+        raise _fault(path, name, f"shape is {show(shape)}, expected up to {_MAX_RANK} non-negative integers")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: data_offsets are {show(offsets)}, expected [begin, end] with begin <= end")
+        raise _fault(path, name, f"data_offsets are {show(offsets)}, expected [begin, end] with begin <= end")
     nbytes = DTYPE_BYTES[dtype]
     for extent in shape:
         nbytes *= extent
     if nbytes != offsets[1] - offsets[0]:
         seen = f"data_offsets hold {offsets[1] - offsets[0]} bytes"
-        raise CheckpointError(f"{where}: {seen}, expected {nbytes} for {dtype} {show(shape)}")
+        raise _fault(path, name, f"{seen}, expected {nbytes} for {dtype} {show(shape)}")
     return TensorInfo(name, dtype, tuple(shape), path, data_begin + offsets[0], nbytes)
 
 

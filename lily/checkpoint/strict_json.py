@@ -48,17 +48,22 @@ def parse_object(data: bytes, source: str) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read and parse a file that holds one JSON object of at most MAX_JSON_BYTES."""
-    descriptor, size = open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes, expected at most {MAX_JSON_BYTES}")
-        try:
-            data = file.read(MAX_JSON_BYTES + 1)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    data = read_bytes(path, MAX_JSON_BYTES)
     if not data:
         raise CheckpointError(f"{path}: is empty; download it again")
     return parse_object(data, str(path))
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """All of a regular file of at most ``limit`` bytes; raises CheckpointError."""
+    descriptor, size = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if size > limit:
+            raise CheckpointError(f"{path}: {size} bytes, expected at most {limit}")
+        try:
+            return file.read(limit)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def open_regular(path: Path) -> tuple[int, int]:

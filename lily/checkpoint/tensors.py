@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from lily.checkpoint.config import FULL_ATTENTION, ModelConfig
+from lily.checkpoint.strict_json import show
 from lily.errors import CheckpointError
 
 FLOAT_DTYPES = ("BF16", "F32", "F16")
@@ -58,6 +60,21 @@ def quantized_modules(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, shape in (*mixer, *_moe_modules(config)):
             result[f"layers.{layer}.{name}"] = shape
     return result
+
+
+def check_overrides(config: ModelConfig) -> None:
+    """Raises CheckpointError where config.json quantizes a module that the model does not have: a wrong name would
+    otherwise leave the right module at the default, and be seen in its tensors only.
+    """
+    modules = quantized_modules(config)
+    unknown = [name for name in config.quantization_overrides if name not in modules]
+    if unknown:
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        near = get_close_matches(unknown[0][:200], modules, 1) or list(modules)[-1:]
+        raise CheckpointError(
+            f"{config.source}: quantization[{show(unknown[0])}]{more} names no quantized module of this model; "
+            f"expected one such as {near[0]}, with or without the prefix language_model.model."
+        )
 
 
 Modules = Iterator[tuple[str, tuple[int, ...]]]

@@ -16,7 +16,7 @@ import click
 
 from lily._version import __version__
 from lily.cli import chat, doctor, generate, info, plan, pull, tune
-from lily.cli.console import Console, OutputError, discard, make_writable
+from lily.cli.console import Console, OutputError, discard, make_writable, warnings_as_notes
 from lily.errors import LilyError
 
 FAILURE, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
@@ -47,7 +47,8 @@ def run(args: Sequence[str]) -> int:
     console = Console()
     make_writable()
     try:
-        return _invoke(args, console)
+        with warnings_as_notes(console):
+            return _invoke(args, console)
     except KeyboardInterrupt:
         console.interrupted()
         return INTERRUPTED

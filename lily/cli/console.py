@@ -11,10 +11,13 @@ import io
 import os
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from lily.errors import LilyError
+from lily.errors import LilyError, LilyWarning
 
 _BAR_WIDTH = 30
 _BAR_SECONDS = 0.1  # between two pictures of the progress bar
@@ -98,6 +101,19 @@ class Progress:
         """Takes the line away."""
         if self._shown:
             _say("\r\x1b[K", end="")
+
+
+@contextmanager
+def warnings_as_notes(console: Console) -> Iterator[None]:
+    """What Lily warns of is a remark like any other, without the line of code that was at fault."""
+
+    def note(message: Warning | str, *rest: Any, **more: Any) -> None:
+        console.note(f"lily: {message}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", LilyWarning)
+        warnings.showwarning = note
+        yield
 
 
 def is_terminal(stream: TextIO | None) -> bool:

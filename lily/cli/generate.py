@@ -82,8 +82,10 @@ def used_seed(sampling: SamplingFlags) -> int:
 
 
 def describe(console: Console, engine: Engine) -> None:
-    """What was loaded, for --verbose."""
+    """What the checkpoint lacks; for --verbose, what was loaded."""
     info = engine.info
+    for note in info["notes"]:
+        console.note(f"lily: {note}")
     console.detail(f"Model: {info['model']} ({info['path']}), context {info['max_context']} tokens")
     console.detail("Device: " + ", ".join(f"{key} {value}" for key, value in info["device"].items()))
 

@@ -36,7 +36,10 @@ def info(console: Console, flags: EngineFlags, as_json: bool) -> None:
 
     report: dict[str, Any] = {"lily": __version__, "python": platform.python_version(), "platform": platform.platform()}
     report["packages"] = {name: _version(name) for name in _PACKAGES}
-    report["hub_cache"] = str(hub_cache())
+    try:
+        report["hub_cache"] = str(hub_cache())
+    except LilyError:
+        report["hub_cache"] = None  # said with the model, where it needs one
     budget = None
     try:
         report["device"], budget = _device(flags)
@@ -64,7 +67,7 @@ def _version(package: str) -> str | None:
 def _model(flags: EngineFlags, budget: Budget | None) -> dict[str, Any]:
     from lily.checkpoint.checkpoint import Checkpoint
     from lily.checkpoint.resolve import resolve_model
-    from lily.sampling import SamplingParams, checkpoint_defaults
+    from lily.sampling import CHECKPOINT_DEFAULTS, SamplingParams, checkpoint_defaults
     from lily.text.template import ChatTemplate
     from lily.text.tokenizer import Tokenizer
 
@@ -72,6 +75,7 @@ def _model(flags: EngineFlags, budget: Budget | None) -> dict[str, Any]:
     with Checkpoint.open(found.path) as checkpoint:
         c = checkpoint.config
         tokenizer = Tokenizer.from_dir(found.path, c.vocab_size)
+        template = ChatTemplate.from_dir(found.path)
         model = {
             "name": found.name,
             "path": str(found.path),
@@ -84,17 +88,17 @@ def _model(flags: EngineFlags, budget: Budget | None) -> dict[str, Any]:
             "experts_per_token": c.experts_per_token,
             "vocab_size": c.vocab_size,
             "tokens": tokenizer.num_tokens,
-            "chat_template": ChatTemplate.from_dir(found.path).available,
+            "chat_template": template.available,
             "quantization": _quantization(checkpoint),
             "text_tensors": checkpoint.text_tensor_count,
             "skipped_tensors": len(checkpoint.skipped),
             "bytes": checkpoint.total_bytes,
+            "notes": [*checkpoint.notes, *template.notes],
         }
         used = SamplingParams(**checkpoint_defaults(checkpoint.generation_config))
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         return {
             "model": model,
-            "sampling_defaults": {name: getattr(used, name) for name in names},
+            "sampling_defaults": {name: getattr(used, name) for name in CHECKPOINT_DEFAULTS},
             "context": _context(flags, checkpoint, found.name, budget),
         }
 
@@ -159,7 +163,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     out = [
         f"lily {report['lily']}, Python {report['python']}, {report['platform']}",
         f"packages: {packages}",
-        f"models are looked up in {report['hub_cache']}",
+        f"models are looked up in {report['hub_cache'] or 'no folder: set HF_HOME or HF_HUB_CACHE'}",
         "",
     ]
     model = report["model"]
@@ -184,6 +188,7 @@ def _model_lines(m: dict[str, Any]) -> list[str]:
         f"{m['experts_per_token']} of {m['experts']} experts, {m['tokens']} tokens in {m['vocab_size']} rows, "
         f"{'with' if m['chat_template'] else 'without'} chat template",
         f"  {m['text_tensors']} text tensors, {_size(m['bytes'])} ({kinds}); {m['skipped_tensors']} others skipped",
+        *(f"  {note}" for note in m["notes"]),
     ]
 
 

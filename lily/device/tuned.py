@@ -24,10 +24,13 @@ _FILE = "tune.json"
 
 
 def folder() -> Path:
-    """Where choices are kept, for this user only."""
-    if platform.system() == "Darwin":
-        return Path.home() / "Library" / "Caches" / "lily"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lily"
+    """Where choices are kept, for this user only; LilyError for a user without a home."""
+    try:
+        if platform.system() == "Darwin":
+            return Path.home() / "Library" / "Caches" / "lily"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lily"
+    except RuntimeError:
+        raise LilyError("this user has no home folder to keep choices in; set HOME") from None
 
 
 def machine() -> str:
@@ -53,7 +56,7 @@ def tuned_options(device: str, model: str) -> dict[str, str]:
     try:
         known = _read().get(machine(), {}).get(model, {}).get("options", {})
         return {o.name: o.other for o in options if o.name not in explicit and known.get(o.name) == o.other}
-    except (OSError, ValueError, AttributeError, RuntimeError):
+    except (OSError, ValueError, AttributeError, LilyError):
         return {}
 
 

@@ -47,7 +47,7 @@ def fingerprint(text: str) -> str:
 def scrub(value: Any) -> Any:
     """``value`` with every home folder in its texts replaced by ``~``."""
     if isinstance(value, str):
-        home = str(Path.home())
+        home = os.path.expanduser("~")  # "~" itself for a user without a home
         return _HOMES.sub("~", value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, dict):
         return {key: scrub(item) for key, item in value.items()}

@@ -17,18 +17,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lily.errors import CheckpointError, InvalidRequestError
+from lily.checkpoint.strict_json import read_bytes, show
+from lily.errors import CheckpointError, InvalidRequestError, LilyWarning
+from lily.text.sandbox import CountingEnvironment, TemplateLimitError, compile_template, render
+from lily.text.template_options import options_of
 from lily.text.tokenizer import TOKENIZER_CONFIG_FILE, load_tokenizer_config, token_text
 
 Message = dict[str, Any]
@@ -39,6 +43,10 @@ SYSTEM_ROLES = ("system", "developer")
 TEXT_BLOCKS = ("text", "input_text", "output_text")
 MEDIA = ("image", "audio", "video", "file")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GIVEN = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")  # what Lily itself hands over
+NO_TEMPLATE = "no chat template: the prompt is continued as it is"
+MAX_TEMPLATE_BYTES = 1 << 20
+"""Bound for a template's text; the 35B model's has 8 KB."""
 TURN_MARKERS = ("<|im_start|>", "<|im_end|>")
 
 
@@ -59,12 +67,17 @@ class ChatTemplate:
         self._origin = origin
         self._special_tokens = dict(special_tokens or {})
         self._template: jinja2.Template | None = None
+        self._options: frozenset[str] = frozenset()
+        self._flags: frozenset[str] = frozenset()
         if source is not None:
             try:
-                self._template = _environment().from_string(source)
-            except (jinja2.TemplateSyntaxError, RecursionError) as error:
+                environment = _environment()
+                self._options, self._flags = options_of(environment.parse(source))
+                self._template = compile_template(source, environment)
+            except Exception as error:  # Jinja's own, and what Python says of the code that Jinja makes
                 line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-                raise CheckpointError(f"{origin}: {line}not a valid template: {error}; download it again") from None
+                reason = next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
+                raise CheckpointError(f"{origin}: {line}not a valid template: {reason}; download it again") from None
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> ChatTemplate:
@@ -72,14 +85,12 @@ class ChatTemplate:
         config = load_tokenizer_config(path)
         special_tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name))) is not None}
         file = Path(path) / TEMPLATE_FILE
-        try:
-            source: str | None = file.read_text(encoding="utf-8")
+        if os.path.lexists(file):  # a link to a file that is gone is an error, not a checkpoint without template
             origin = str(file)
-        except FileNotFoundError:
+            source: str | None = _read_template(file)
+        else:
             origin = str(Path(path) / TOKENIZER_CONFIG_FILE)
             source = _template_of_config(config.get("chat_template"), origin)
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from None
         if source is None:
             origin = str(path)
         return cls(source, origin=origin, special_tokens=special_tokens)
@@ -87,6 +98,11 @@ class ChatTemplate:
     @property
     def available(self) -> bool:
         return self._template is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know who have not asked for a plain continuation."""
+        return () if self.available else (NO_TEMPLATE,)
 
     def render(
         self,
@@ -100,9 +116,10 @@ class ChatTemplate:
         """The prompt for `messages`, which `normalise_messages` makes regular first.
 
         tools: OpenAI-style tool descriptions, handed over as they are.
-        template_kwargs: further variables of the template, such as `enable_thinking` and `preserve_thinking`.
+        template_kwargs: further variables of the template, such as `enable_thinking` and `preserve_thinking`. A name
+        that the template does not mention gives a LilyWarning.
         Raises InvalidRequestError for messages that cannot be rendered; it holds the template's own words if it has
-        refused them.
+        refused them. What a template may do is bounded (``lily.text.sandbox``).
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -111,6 +128,7 @@ class ChatTemplate:
             )
         if "messages" in template_kwargs:
             raise InvalidRequestError("'messages' cannot be set by template options; leave it out")
+        self._check_options(template_kwargs)
         variables = {
             **self._special_tokens,
             **template_kwargs,
@@ -119,13 +137,40 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            return render(self._template, variables)
         except _RaisedByTemplate as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error.message}") from error
+        except TemplateLimitError as error:
+            raise InvalidRequestError(
+                f"{self._origin}: rendering these messages takes {error}, which is refused; shorten the chat, or mend "
+                "the template if a short chat needs as much"
+            ) from None
         except Exception as error:  # a template is foreign code: any expression in it may fail on this chat
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """A flag that is text would count as true, whatever it says, or as nothing; a misspelled name as nothing."""
+        for name, value in options.items():
+            if name in self._flags and not isinstance(value, (bool, NoneType)):
+                raise InvalidRequestError(
+                    f"template option {name} is {show(value)}; the chat template asks it for true or false: give one "
+                    "of these, without quotes"
+                )
+        unknown = options.keys() - self._options
+        if unknown:
+            known = self._options - {*SPECIAL_TOKENS, *GIVEN}
+            warnings.warn(
+                f"the chat template does not mention {_list_of_names(unknown)}, which has no effect; it knows "
+                f"{_list_of_names(known)}",
+                LilyWarning,
+                stacklevel=3,
+            )
+
+
+def _list_of_names(names: Iterable[str]) -> str:
+    return ", ".join(show(name, 40) for name in sorted(names)[:8]) or "none"
 
 
 def starts_in_reasoning(prompt: str) -> bool:
@@ -269,6 +314,13 @@ def _checked_object(value: object, where: str) -> Mapping[str, Any]:
     return value
 
 
+def _read_template(file: Path) -> str:
+    try:
+        return read_bytes(file, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from None
+
+
 def _template_of_config(entry: object, origin: str) -> str | None:
     """`chat_template` of a tokenizer_config: text, or a list of named templates."""
     if entry is None or isinstance(entry, str):
@@ -316,9 +368,8 @@ class _GenerationBlock(Extension):
 
 def _environment() -> jinja2.Environment:
     """Templates come with downloads: they run in the sandbox, with the names and settings that authors rely on."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = CountingEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
+    environment.price_filters()
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment

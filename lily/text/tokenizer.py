@@ -5,14 +5,18 @@ Encoding is done by the `tokenizers` library; decoding uses our own table of the
 decoded at once and text streamed token by token (`lily.text.detokenizer`) come from the same bytes.
 
 Not handled: SentencePiece and other models that are not byte-level; added tokens that stand only in
-`tokenizer_config.json`; `clean_up_tokenization_spaces`.
+`tokenizer_config.json`; `clean_up_tokenization_spaces`. The library writes a few lines to standard error before it
+panics; they are kept off it while a tokenizer is loaded, not while text is encoded.
 """
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from lily.checkpoint.strict_json import open_regular, read_object, show
+from lily.checkpoint.library_errors import is_panic, pass_on_unless_of_library
+from lily.checkpoint.strict_json import read_bytes, read_object, show
 from lily.errors import CheckpointError, InvalidRequestError
 
 # Prompts are encoded one at a time, so the library's worker threads would only idle, and it warns about them after
@@ -61,6 +66,8 @@ class Tokenizer:
         # A tokenizer.json saved by a training script may hold these; they would cut or pad prompts in silence.
         backend.no_truncation()
         backend.no_padding()
+        if isinstance(backend.model, tokenizers.models.BPE):
+            backend.model.dropout = None  # merges left out at random, for training: one text would have many encodings
         if type(backend.decoder) is not tokenizers.decoders.ByteLevel or backend.pre_tokenizer is None:
             raise CheckpointError(
                 f"pre-tokenizer {type(backend.pre_tokenizer).__name__} and decoder {type(backend.decoder).__name__}; "
@@ -87,13 +94,18 @@ class Tokenizer:
         Raises CheckpointError if the tokenizer is missing, damaged, not byte-level, or larger than vocab_size.
         """
         file = Path(path) / TOKENIZER_FILE
-        backend = _load_backend(file)
+        data = read_bytes(file, MAX_TOKENIZER_BYTES)
         eos = load_tokenizer_config(path).get("eos_token")
         spelled = [token_text(entry) for entry in (eos if isinstance(eos, list) else [eos])]
         try:
-            return cls(backend, vocab_size, eos_tokens=[token for token in spelled if token is not None])
+            with _quiet_panics():
+                backend = tokenizers.Tokenizer.from_buffer(data)
+                return cls(backend, vocab_size, eos_tokens=[token for token in spelled if token is not None])
         except CheckpointError as error:
             raise CheckpointError(f"{file}: {error}") from None
+        except BaseException as error:
+            pass_on_unless_of_library(error)
+            raise CheckpointError(f"{file}: not a valid tokenizer: {str(error)[:200]}; download it again") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = False, plain: bool = False) -> list[int]:
         """Token ids of `text`; "" gives [].
@@ -101,14 +113,21 @@ class Tokenizer:
         Added tokens spelled in the text (`<|im_start|>`, `<think>` …) become their ids, as templated prompts need.
         plain: they are ordinary text instead, for text that must not be able to write control tokens.
         add_special_tokens: also what the tokenizer's post-processor adds around a text (nothing for Qwen).
-        Raises InvalidRequestError for text that has no UTF-8 form (lone surrogates).
+        Raises InvalidRequestError for text that has no UTF-8 form (lone surrogates), or on which the library fails.
         """
         _require_utf8(text)
-        if plain:
-            return self._encode_plain(text)
-        # Of the library's encoders this one releases the GIL and skips offsets that nobody reads.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+        try:
+            if plain:
+                return self._encode_plain(text)
+            # Of the library's encoders this one releases the GIL and skips offsets that nobody reads.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
+        except BaseException as error:
+            pass_on_unless_of_library(error)
+            raise InvalidRequestError(
+                f"this checkpoint's tokenizer fails on a text of {len(text)} characters: {str(error)[:200]}; "
+                "give another text, or download the checkpoint again"
+            ) from None
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
@@ -148,19 +167,35 @@ class Tokenizer:
         return id
 
 
-def _load_backend(file: Path) -> tokenizers.Tokenizer:
-    descriptor, size = open_regular(file)
-    with os.fdopen(descriptor, "rb") as stream:
-        if size > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{file}: {size} bytes, expected at most {MAX_TOKENIZER_BYTES}")
-        try:
-            data = stream.read()
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+@contextmanager
+def _quiet_panics() -> Iterator[None]:
+    """Keep what the library writes to standard error while it panics off it; everything else is written at the end.
+
+    The library writes to the descriptor itself, which belongs to the whole process. So nothing is done where other
+    threads run: what they write meanwhile, and the processes they start, would get the wrong one.
+    """
+    if threading.active_count() > 1:
+        yield
+        return
     try:
-        return tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises bare Exception and TypeError for malformed files
-        raise CheckpointError(f"{file}: not a valid tokenizer: {str(error)[:200]}; download it again") from None
+        kept, sink = os.dup(2), tempfile.TemporaryFile()  # noqa: SIM115 (closed below, after the descriptor is back)
+    except OSError:  # standard error is closed
+        yield
+        return
+    panicked = False
+    try:
+        os.dup2(sink.fileno(), 2)
+        yield
+    except BaseException as error:
+        panicked = is_panic(error)
+        raise
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        with sink:
+            sink.seek(0)
+            if not panicked and (said := sink.read()):
+                os.write(2, said)
 
 
 def _require_utf8(text: str) -> None:

@@ -22,6 +22,7 @@ from paths import DATA, EMBEDDED
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.config import QuantSpec
 from lily.errors import CheckpointError
+from lily.sampling import checkpoint_defaults
 
 TINY = DATA / "random-tiny"
 TINY_VL = DATA / "random-tiny-vl"
@@ -106,12 +107,31 @@ def test_end_of_text_ids_are_the_union(tiny: Draft, tmp_path: Path) -> None:
     with Checkpoint.open(tiny.write(tmp_path)) as checkpoint:
         assert checkpoint.eos_token_ids == (962, 960, 7)
         assert checkpoint.generation_config == {"eos_token_id": [7, 960]}
+        assert checkpoint.notes == ()
+
+
+@pytest.mark.parametrize(("written", "used"), [("20.0", 20), ("-1", 0), ("-1.0", 0), ("2147483647", 2147483647)])
+def test_top_k_is_read_in_every_usual_form(tiny: Draft, tmp_path: Path, written: str, used: int) -> None:
+    tiny.files["generation_config.json"] = f'{{"top_k": {written}, "temperature": 1}}'.encode()
+    with Checkpoint.open(tiny.write(tmp_path)) as checkpoint:
+        top_k = checkpoint_defaults(checkpoint.generation_config)["top_k"]
+    assert (top_k, type(top_k)) == (used, int)
+
+
+def test_without_settings_of_the_checkpoint_replies_are_greedy() -> None:
+    assert checkpoint_defaults({}) == {"temperature": 0.0}
+    assert checkpoint_defaults({"top_k": 5}) == {"temperature": 0.0, "top_k": 5}
+    assert checkpoint_defaults({"temperature": 0.7}) == {"temperature": 0.7}
+    assert checkpoint_defaults({"temperature": 0.7, "do_sample": False}) == {"temperature": 0.0}
+    assert checkpoint_defaults({"do_sample": True}) == {}
 
 
 def test_generation_config_is_optional(tiny: Draft, tmp_path: Path) -> None:
     tiny.files.clear()
     with Checkpoint.open(tiny.write(tmp_path)) as checkpoint:
         assert checkpoint.generation_config == {}
+        [note] = checkpoint.notes
+        assert note == "no generation_config.json: replies are greedy (temperature 0) unless options say otherwise"
         assert checkpoint.eos_token_ids == (962, 960)
 
 

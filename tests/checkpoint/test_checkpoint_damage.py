@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from checkpoints import INDEX, PREFIX, Draft, Tensor, header_bytes, write_shard
 from paths import DATA
+from safetensors import SafetensorError, safe_open
 
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.safetensors_file import open_shards
@@ -222,6 +223,11 @@ def u8(*shape: object, at: list[object]) -> dict[str, object]:
         ({"mtp.a": u8(*[1] * 9, at=[0, 1])}, 1, "shape is .* up to 8"),
         ({"mtp.a": u8(*[1 << 62] * 100_000, at=[0, 1])}, 1, "shape is .* up to 8"),
         ({"__metadata__": {"a": "b"}}, 0, None),
+        ({"__metadata__": None, "mtp.a": u8(4, at=[0, 4])}, 4, None),
+        ({"__metadata__": {"a": 1}}, 0, "__metadata__ is .* expected an object of strings"),
+        ({"__metadata__": []}, 0, "__metadata__ is "),
+        ({"mtp.\ud800": u8(1, at=[0, 1])}, 1, r"'mtp\.\\ud800': the name has a lone surrogate"),
+        ({"mtp.c": u8(2, at=[0, 2]), "mtp.a": u8(0, at=[2, 2]), "mtp.b": u8(1, at=[2, 3])}, 3, None),
     ],
 )
 def test_every_byte_belongs_to_one_tensor(tmp_path: Path, header: object, data: int, words: str | None) -> None:
@@ -232,6 +238,32 @@ def test_every_byte_belongs_to_one_tensor(tmp_path: Path, header: object, data: 
         else:
             with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{words}"):
                 open_shards(tmp_path, stack)
+
+
+class PanicException(BaseException):
+    """A panic of a library, of which the real class cannot be imported."""
+
+
+@pytest.mark.parametrize("error", [SafetensorError("header too odd"), PanicException("header too odd")])
+def test_what_only_the_library_refuses_is_an_error_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("lily.checkpoint.safetensors_file.safe_open", refuse)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not valid safetensors: header too odd; download"):
+        Checkpoint.open(TINY)
+
+
+def test_a_file_that_is_exchanged_while_it_is_opened_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header_bytes({"mtp.a": u8(4, at=[0, 4])}) + bytes(4))
+    (tmp_path / "new").write_bytes(header_bytes({"mtp.b": u8(4, at=[0, 4])}) + bytes(4))
+    monkeypatch.setattr(
+        "lily.checkpoint.safetensors_file.safe_open", lambda path, framework: safe_open(tmp_path / "new", framework)
+    )
+    with ExitStack() as stack, pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was opened"):
+        open_shards(tmp_path, stack)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 1 << 20, 1 << 30, 1 << 63, (1 << 64) - 1])
@@ -250,6 +282,11 @@ def test_impossible_header_lengths_are_named(tmp_path: Path, length: int) -> Non
         b'{"temperature": -1}',
         b'{"temperature": "hot"}',
         b'{"top_p": 1.5}',
+        b'{"top_p": 0}',
+        b'{"repetition_penalty": 0}',
+        b'{"top_k": 2147483648}',
+        b'{"top_k": -2}',
+        b'{"temperature": 100.5, "do_sample": false}',
         b'{"top_k": 2.5}',
         b'{"top_k": true}',
         b'{"min_p": 1e999}',
@@ -261,4 +298,15 @@ def test_impossible_header_lengths_are_named(tmp_path: Path, length: int) -> Non
 )
 def test_generation_configs_of_no_sense_are_named(tiny: Draft, tmp_path: Path, content: bytes) -> None:
     tiny.files["generation_config.json"] = content
-    refused(tiny, tmp_path, "generation_config.json: ")
+    assert len(refused(tiny, tmp_path, "generation_config.json: ")) <= 500
+
+
+def test_a_setting_of_unbounded_length_gives_a_short_message(tiny: Draft, tmp_path: Path) -> None:
+    tiny.files["generation_config.json"] = json.dumps({"temperature": "x" * 10_000}).encode()
+    assert len(refused(tiny, tmp_path, "generation_config.json: temperature is 'xxx")) <= 500
+
+
+def test_an_override_of_a_module_that_is_not_there_is_named(tiny: Draft, tmp_path: Path) -> None:
+    for section in (tiny.config["quantization"], tiny.config["quantization_config"]):
+        section["model.layers.0.mlp.router"] = {"group_size": 64, "bits": 8}
+    refused(tiny, tmp_path, "config.json: quantization['layers.0.mlp.router'] names no quantized module")

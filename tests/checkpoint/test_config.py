@@ -16,7 +16,7 @@ from paths import DATA
 
 from lily.checkpoint.config import ModelConfig, QuantSpec, canonical_name, is_skipped
 from lily.checkpoint.strict_json import parse_object
-from lily.checkpoint.tensors import expected_tensors
+from lily.checkpoint.tensors import check_overrides, expected_tensors
 from lily.errors import CheckpointError
 
 TINY = json.loads((DATA / "random-tiny" / "config.json").read_text())
@@ -112,6 +112,47 @@ def test_quantization_overrides_hold_with_and_without_prefix() -> None:
     assert model.quantization_of("language_model.model.layers.0.mlp.gate") == QuantSpec(8, 128)
     assert model.quantization_of("language_model.lm_head") == QuantSpec(8, 64)
     assert model.quantization_of("embed_tokens") == QuantSpec(4, 32)
+
+
+def test_every_usual_prefix_of_an_override_names_the_same_module() -> None:
+    for prefix in ("", "model.", "language_model.model.", "model.language_model.", "model.language_model.model."):
+        config = copy.deepcopy(TINY)
+        del config["quantization_config"]
+        override = {"group_size": 32, "bits": 8}
+        config["quantization"] = {"group_size": 64, "bits": 4, f"{prefix}layers.0.mlp.gate": override}
+        model = read(config)
+        assert model.quantization_of("layers.0.mlp.gate") == QuantSpec(8, 32)
+        check_overrides(model)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("model.layers.0.mlp.gat", "expected one such as layers.0.mlp.gate,"),
+        ("transformer.layers.0.mlp.gate", "expected one such as layers.0.mlp.gate,"),
+        ("layers.99.mlp.gate", "expected one such as layers."),
+        ("layers.0.linear_attn.conv1d", "expected one such as layers.0.linear_attn."),
+        ("model.language_model.norm", "expected one such as "),
+        ("x" * 10_000 + ".y", "expected one such as "),
+    ],
+)
+def test_an_override_that_names_no_module_is_refused(module: str, words: str) -> None:
+    config = copy.deepcopy(TINY)
+    del config["quantization_config"]
+    config["quantization"][module] = {"group_size": 64, "bits": 8}
+    with pytest.raises(CheckpointError, match="names no quantized module") as caught:
+        check_overrides(read(config))
+    assert str(caught.value).startswith("folder/config.json: quantization[")
+    assert words in str(caught.value)
+    assert len(str(caught.value)) <= 500
+
+
+@pytest.mark.parametrize("module", ["vision_tower.blocks.0.attn.qkv", "model.visual.merger.mlp.0", "mtp.fc"])
+def test_overrides_of_vision_and_mtp_modules_are_ignored(module: str) -> None:
+    config = copy.deepcopy(TINY)
+    del config["quantization_config"]
+    config["quantization"][module] = {"group_size": 16, "bits": 3}
+    check_overrides(read(config))
 
 
 def test_either_quantization_key_is_enough() -> None:
@@ -372,6 +413,9 @@ def test_inputs_that_do_not_divide_into_groups_are_named() -> None:
         ("model.mtp.norm.weight", True),
         ("language_model.model.mtp.norm.weight", True),
         ("model.vision_tower.pos_embed.weight", True),
+        ("model.language_model.mtp.norm.weight", True),
+        ("model.visual.patch_embed.proj.weight", True),
+        ("visual_head.weight", False),
         ("mtp_head.weight", False),
         ("language_model.model.layers.0.mtp.weight", False),
         ("language_model.model.norm.weight", False),
@@ -384,4 +428,6 @@ def test_vision_and_mtp_are_told_by_name(name: str, skipped: bool) -> None:
 def test_canonical_names_are_idempotent() -> None:
     for name in ("language_model.model.layers.1.mlp.gate", "model.layers.1.mlp.gate", "layers.1.mlp.gate"):
         assert canonical_name(name) == "layers.1.mlp.gate"
-    assert canonical_name("language_model.lm_head") == canonical_name("lm_head") == "lm_head"
+    assert canonical_name("model.language_model.layers.1.mlp.gate") == "layers.1.mlp.gate"
+    for prefix in ("", "language_model.", "model.language_model."):
+        assert canonical_name(f"{prefix}lm_head") == "lm_head"

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import http.server
 import json
+import os
 import re
 import shutil
 import sys
@@ -182,8 +184,42 @@ def test_a_full_disk_is_refused_before_the_download(server: Hub, monkeypatch: py
         if enough:
             hub.pull("org/model", progress=False)
         else:
-            assert re.search(r"0\.0 GB to download, but .* has 0\.1 GB free.*HF_HOME", refusal())
+            assert re.search(r"0\.0 MB to download, but .* has 67\.1 MB free.*HF_HOME", refusal())
             assert set(server.requested) == {INDEX}
+
+
+def wrapped(error: Exception) -> Exception:
+    outer = RuntimeError("the download failed")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "blob"),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        wrapped(OSError(errno.ENOSPC, "x")),
+        RuntimeError("Data processing error: No space left on device (os error 28)"),
+    ],
+    ids=["full", "quota", "wrapped", "as text"],
+)
+def test_a_disk_that_fills_up_during_the_download_has_its_remedy(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fill(*_: object, **__: object) -> None:
+        raise error
+
+    api: Any = huggingface_hub.HfApi  # a partial of the class, see `server`
+    monkeypatch.setattr(api.func, "snapshot_download", fill)
+    message = refusal()
+    assert message.startswith("org/model: the disk of ")
+    assert "is full; free some space, or set HF_HOME to a folder on a larger disk" in message
+
+
+@pytest.mark.parametrize(("nbytes", "words"), [(0, "0.0 MB"), (999_000_000, "999.0 MB"), (20_400_000_000, "20.4 GB")])
+def test_small_sizes_are_given_in_megabytes(nbytes: int, words: str) -> None:
+    assert hub._size(nbytes) == words
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import socket
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from paths import DATA
 
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.resolve import hub_cache, parse_hub_model, resolve_model
+from lily.cli import run
 from lily.errors import CheckpointError
 
 COMMIT = "38740b847e4cb78f352aba30aa41c76e08e6eb46"
@@ -34,6 +36,43 @@ def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("resolve_model opened a socket")
 
     monkeypatch.setattr(socket, "socket", no_network)
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without HOME and without an entry in the table of users."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize("spec", ["org/name", "~/model"])
+def test_a_user_without_a_home_is_told_what_to_set(spec: str) -> None:
+    with pytest.raises(CheckpointError, match="has no home folder; set HOME, or set HF_HOME or HF_HUB_CACHE"):
+        resolve_model(spec)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_may_name_the_cache(cache: Path) -> None:
+    assert resolve_model(str(cache.parent)).path == cache.parent
+    assert resolve_model(None).embedded
+    add_snapshot(cache)
+    assert resolve_model("org/Model-1.5").revision == COMMIT
+
+
+@pytest.mark.usefixtures("homeless")
+def test_info_goes_on_for_a_user_without_a_home(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["info", "--json", "--device", "cpu"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["hub_cache"], report["model"]["name"]) == (None, "lily-tiny")
+    assert run(["info", "--device", "cpu", "-m", "org/name"]) == 1
+    out, err = capsys.readouterr()
+    assert "models are looked up in no folder: set HF_HOME or HF_HUB_CACHE" in out
+    assert "this user has no home folder" in err
 
 
 @pytest.fixture

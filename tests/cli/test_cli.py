@@ -44,6 +44,7 @@ class Fake:
         self.tokenizer = lily.engine.Tokenizer.from_dir(EMBEDDED, 4096)
         self.chat_template = lily.engine.ChatTemplate.from_dir(EMBEDDED)
         self.info = {"model": "fake", "path": "/fake", "revision": None, "max_context": 99, "device": {"name": "cpu"}}
+        self.info["notes"] = []
 
     render_chat = lily.Engine.render_chat
 
@@ -217,6 +218,35 @@ def test_generate_writes_what_the_engine_replies(capsys: pytest.CaptureFixture[s
     assert len(expected.text) > 40
     assert run(["generate", "-p", "Once upon a time", "--seed", "1", "--max-tokens", "24", "--quiet"]) == 0
     assert capsys.readouterr() == (expected.text, "")
+
+
+def test_what_a_checkpoint_lacks_is_said_before_the_reply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in EMBEDDED.iterdir():
+        if file.name not in ("chat_template.jinja", "generation_config.json"):
+            (tmp_path / file.name).symlink_to(file)
+    args = ["-m", str(tmp_path), "--device", "cpu"]
+    assert run(["generate", "-p", "Once", "--max-tokens", "1", *args]) == 0
+    notes = capsys.readouterr().err.splitlines()[:2]
+    assert notes == [
+        "lily: no generation_config.json: replies are greedy (temperature 0) unless options say otherwise",
+        "lily: no chat template: the prompt is continued as it is",
+    ]
+    assert run(["generate", "-p", "Once", "--max-tokens", "1", "--quiet", *args]) == 0
+    assert capsys.readouterr().err == ""
+    assert run(["info", "--json", *args]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["notes"] == [note.removeprefix("lily: ") for note in notes]
+    assert run(["info", *args]) == 0
+    assert "\n  no chat template: " in capsys.readouterr().out
+
+
+def test_an_option_without_effect_is_a_note_and_a_flag_as_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", "-p", "Once", "--max-tokens", "1", "--device", "cpu", "--chat-template-config"]
+    assert run([*args, '{"enable_thinkng": false}']) == 0
+    err = capsys.readouterr().err
+    assert err.count("lily: the chat template does not mention 'enable_thinkng', which has no effect") == 1
+    assert "Warning" not in err
+    message = failure([*args, '{"enable_thinking": "false"}'], capsys)
+    assert "enable_thinking is 'false'; the chat template asks it for true or false" in message
 
 
 def test_json_holds_the_reply_and_a_seed_that_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,6 +487,37 @@ def test_pull_writes_the_folder(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert run(["pull", "a/b", "--quiet"]) == 0
     assert capsys.readouterr() == ("/cache/x\n", "")
     assert calls == [("a/b@main", True), ("a/b", False)]
+
+
+# A download whose thread cannot be interrupted, as those of huggingface_hub.
+SLOW_PULL = """
+import concurrent.futures, signal, sys, threading
+import lily.checkpoint.hub
+from lily.cli import run
+
+def pull(spec, progress):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(threading.Event().wait, 300)
+        print("downloading", flush=True)
+        waiting.result()
+
+lily.checkpoint.hub.pull = pull
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(run(["pull", "a/b"]))
+"""
+
+
+def test_an_interrupt_ends_a_download_at_once() -> None:
+    command = [sys.executable, "-c", SLOW_PULL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "downloading\n"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)  # the thread alone would take five minutes
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "\nlily: stopped; the same command goes on from here\n")
 
 
 def test_pull_names_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

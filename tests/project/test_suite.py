@@ -31,7 +31,7 @@ def run_pytest(
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac lacks other things")
 def test_what_a_machine_lacks_is_said_once_with_its_remedy(repository: Path, tmp_path: Path) -> None:
-    files = ["tests/shim/test_metal_shim_lists.py", "tests/cpu/test_cpu_neon.py"]
+    files = ["tests/shim/test_metal_shim_lists.py", "tests/cpu/test_cpu_norm.py"]
     status, out = run_pytest(repository, *files, path=str(tmp_path))
     assert status == 0, out
     lines = out.partition(" skipped tests ")[2].splitlines()[1:]

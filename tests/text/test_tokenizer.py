@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import unicodedata
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -205,6 +208,13 @@ def test_limits_saved_with_a_tokenizer_do_not_cut_prompts(tmp_path: Path) -> Non
     assert Tokenizer.from_dir(save(tmp_path, limited), 264).encode("xyz") == list(b"xyz")
 
 
+def test_dropout_saved_with_a_tokenizer_is_switched_off(tmp_path: Path) -> None:
+    random_merges = small_tokenizer()
+    random_merges["model"]["dropout"] = 0.5
+    tokenizer = Tokenizer.from_dir(save(tmp_path, random_merges), 264)
+    assert tokenizer.encode(" ab" * 50) == tokenizer.encode(" ab" * 50, plain=True) == [257] * 50
+
+
 @pytest.mark.parametrize(
     ("entry", "ids"),
     [
@@ -253,6 +263,79 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, data: bytes) -> 
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a valid tokenizer"):
         Tokenizer.from_dir(tmp_path, 264)
+
+
+def longer_than_its_parts(tokenizer: dict[str, Any]) -> None:
+    tokenizer["model"]["merges"].append(["Ġab", "Ġab"])
+
+
+def prefixed(tokenizer: dict[str, Any]) -> None:
+    tokenizer["model"]["continuing_subword_prefix"] = "####"
+
+
+def test_standard_error_is_left_alone_where_other_threads_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    monkeypatch.setattr("lily.text.tokenizer.tempfile", None)  # nothing to write into
+    bad = small_tokenizer()
+    prefixed(bad)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a valid tokenizer: range end index"):
+        Tokenizer.from_dir(save(tmp_path, bad), 264)
+    capfd.readouterr()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread runs, whatever earlier tests have left."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
+@pytest.mark.parametrize("damage", [longer_than_its_parts, prefixed])
+def test_a_tokenizer_on_which_the_library_panics_is_refused_quietly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], alone: None, damage: Callable[[dict[str, Any]], None]
+) -> None:
+    bad = small_tokenizer()
+    damage(bad)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a valid tokenizer: range end index"):
+        Tokenizer.from_dir(save(tmp_path, bad), 264)
+    os.write(2, b"the descriptor is back")
+    assert capfd.readouterr().err == "the descriptor is back"
+
+
+def test_what_else_is_written_while_a_tokenizer_loads_is_not_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Backend:
+        def __new__(cls, data: bytes) -> Any:
+            os.write(2, b"a warning")
+            return real_class.from_buffer(data)
+
+    real_class = tokenizers.Tokenizer
+    monkeypatch.setattr(tokenizers, "Tokenizer", type("Library", (), {"from_buffer": Backend}))
+    assert Tokenizer.from_dir(save(tmp_path, small_tokenizer()), 264).num_tokens == 260
+    assert capfd.readouterr().err == "a warning"
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_text_on_which_the_library_panics_is_refused(tmp_path: Path, plain: bool) -> None:
+    endless = {**small_tokenizer(), "normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$b"}, "content": "x"}}
+    tokenizer = Tokenizer.from_dir(save(tmp_path, endless), 264)
+    assert tokenizer.encode("ab", plain=plain) == [97, 98]
+    with pytest.raises(InvalidRequestError, match=r"tokenizer fails on a text of 40 characters: .*retry-limit"):
+        tokenizer.encode("a" * 40, plain=plain)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_while_text_is_encoded_is_passed_on(interrupt: type[BaseException]) -> None:
+    class Interrupted:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
+            raise interrupt
+
+    tokenizer = copy.copy(embedded())
+    tokenizer._backend = Interrupted()
+    with pytest.raises(interrupt):
+        tokenizer.encode("text")
 
 
 def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
