@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from lily.errors import LilyError
+from lily.checkpoint.strict_json import show
+from lily.errors import InvalidRequestError, LilyError
+from lily.sampling import Sampling, SamplingParams
 from lily.streaming import Completion, Pieces, Stream
+from lily.text.template import checked_options
 
 if TYPE_CHECKING:
-    from lily.engine import Engine
+    from lily.engine import Engine, OnPrompt
 
 
 class Session:
@@ -25,7 +28,7 @@ class Session:
         self, engine: Engine, *, system: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self.engine, self.system = engine, system
-        self.template_kwargs = dict(template_kwargs or {})
+        self.template_kwargs = checked_options(template_kwargs)
         self.messages: list[dict[str, Any]] = []
         self.reset()
 
@@ -34,22 +37,28 @@ class Session:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def send(
-        self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
-    ) -> Completion:
+        self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Unpack[Sampling],
+    ) -> Completion:  # fmt: skip
         """Adds a user message (or any message) and the reply to it; on an error the conversation is unchanged."""
-        with self.stream(message, tools=tools, **sampling) as chunks:
+        with self.stream(message, params, tools=tools, **sampling) as chunks:
             for chunk in chunks:
                 if chunk.completion is not None:
                     completion = chunk.completion
         return completion
 
     def stream(
-        self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
-    ) -> Stream:
-        """As ``send``, in pieces. A reply that is cancelled stays in the conversation as far as it was shown."""
-        turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+        self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, on_prompt: OnPrompt | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Stream:  # fmt: skip
+        """As ``send``, in pieces. A reply that is cancelled stays in the conversation as far as it was shown.
+
+        ``on_prompt`` as in ``Engine.stream``.
+        """
+        turn = _turn_of(message)
         prompt = self.engine.render_chat([*self.messages, turn], tools=tools, template_kwargs=self.template_kwargs)
-        request = self.engine.request(prompt, sampling)
+        request = self.engine.request(prompt, sampling, params, on_prompt)
         return Stream(lambda control: self._turn(turn, request(control)))
 
     def _turn(self, turn: dict[str, Any], pieces: Pieces) -> Pieces:
@@ -65,3 +74,11 @@ class Session:
         finally:
             if shown:
                 self.messages += [turn, {"role": "assistant", "content": "".join(shown)}]
+
+
+def _turn_of(message: object) -> dict[str, Any]:
+    if isinstance(message, str):
+        return {"role": "user", "content": message}
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"the message is {show(message)}; allowed: text, or a mapping with role and content")
+    return dict(message)

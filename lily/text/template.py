@@ -26,6 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lily.checkpoint.strict_json import show
 from lily.errors import CheckpointError, InvalidRequestError
 from lily.text.tokenizer import TOKENIZER_CONFIG_FILE, load_tokenizer_config, token_text
 
@@ -124,6 +125,17 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
+
+
+def checked_options(given: object) -> dict[str, Any]:
+    """Options of a template by name, {} for None; InvalidRequestError for what is no mapping of names to values."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequestError(
+            f"template_kwargs is {show(given)}; allowed: a mapping of names to values, as {{'enable_thinking': False}}"
+        )
+    return dict(given)
 
 
 def starts_in_reasoning(prompt: str) -> bool:

@@ -57,7 +57,7 @@ class Fake:
 
     def pieces(self) -> Iterator[lily.StreamChunk]:
         timings = lily.Timings(2.0, 3.0, 5.0, 7.0)
-        done = lily.Completion("a b", [1, 2], "stop", 10, 2, 4, None, timings)
+        done = lily.Completion("a b", [1, 2], "stop", 10, 2, 4, None, timings, 9)
         yield lily.StreamChunk("a ")
         yield lily.StreamChunk("b", finish_reason="stop", completion=done)
 
