@@ -23,6 +23,7 @@ from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.resolve import resolve_model
 from lily.checkpoint.strict_json import show
 from lily.checks.tensor_check import open_checked
+from lily.device.description import described
 from lily.device.device import Buffer, choose_device, cpu_remedy
 from lily.device.pipelines import compile_pipelines, pipelines
 from lily.device.weights import load_weights
@@ -148,7 +149,7 @@ class Engine:
             for buffer in buffers.values():
                 buffer.free()
             raise
-        self._device_info = device.info
+        self._device_info = described(device.info)
 
     def __enter__(self) -> Self:
         return self

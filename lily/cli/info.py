@@ -15,6 +15,7 @@ from lily._version import __version__
 from lily.cli.console import Console
 from lily.cli.options import EngineFlags, console_options, engine_options
 from lily.errors import LilyError
+from lily.units import size
 
 if TYPE_CHECKING:
     from lily.checkpoint.checkpoint import Checkpoint
@@ -46,7 +47,10 @@ def info(console: Console, flags: EngineFlags, as_json: bool) -> None:
         report |= _model(flags, room)
     except LilyError as error:
         report["model"] = {"error": str(error)}
-    problems = [report[name]["error"] for name in ("model", "context", "device") if "error" in report.get(name, {})]
+    named = (
+        ("model", "device") if "error" in report["device"] else ("model", "context", "device")
+    )  # one cause, one error
+    problems = [report[name]["error"] for name in named if "error" in report.get(name, {})]
     console.write(json.dumps(report, ensure_ascii=False) + "\n" if as_json else "\n".join(_lines(report)) + "\n")
     for problem in problems:
         console.error(problem)
@@ -134,13 +138,14 @@ def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, room: Room |
 def _device(flags: EngineFlags) -> tuple[dict[str, Any], Room]:
     """What the device that an engine would open says about itself, and the memory it has."""
     from lily.checks.tensor_check import open_checked
+    from lily.device.description import described
     from lily.device.device import choose_device
     from lily.run.budget import Room
 
     name = choose_device(flags.device)
     options = {"threads": flags.threads} if name == "cpu" else _tuned(flags.model, name)
     with open_checked(flags.device, **options) as device:
-        return {"name": name, **device.info}, Room.of(device)
+        return {"name": name, **described(device.info)}, Room.of(device)
 
 
 def _tuned(model: str | None, device: str) -> dict[str, str]:
@@ -155,6 +160,8 @@ def _tuned(model: str | None, device: str) -> dict[str, str]:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
+    from lily.device.description import rows
+
     packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version)
     out = [
         f"lily {report['lily']}, Python {report['python']}, {report['platform']}",
@@ -169,9 +176,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
         out += _model_lines(model) + _context_lines(report["context"])
         out.append("sampling defaults: " + ", ".join(f"{k} {v}" for k, v in report["sampling_defaults"].items()))
     device = report["device"]
-    words = [f"{key} {value}" for key, value in device.items() if key not in ("name", "error", "null")]
-    out.append("device: " + ("cannot be used, see below" if "error" in device else ", ".join([device["name"], *words])))
-    return out
+    if "error" in device:
+        return [*out, "device: cannot be used, see below"]
+    return [*out, f"device: {device['name']}", *(f"  {row}" for row in rows(device))]
 
 
 def _model_lines(m: dict[str, Any]) -> list[str]:
@@ -183,22 +190,18 @@ def _model_lines(m: dict[str, Any]) -> list[str]:
         f"  {m['layers']} layers ({m['attention_layers']} attention), hidden size {m['hidden_size']}, "
         f"{m['experts_per_token']} of {m['experts']} experts, {m['tokens']} tokens in {m['vocab_size']} rows, "
         f"{'with' if m['chat_template'] else 'without'} chat template",
-        f"  {m['text_tensors']} text tensors, {_size(m['bytes'])} ({kinds}); {m['skipped_tensors']} others skipped",
+        f"  {m['text_tensors']} text tensors, {size(m['bytes'])} ({kinds}); {m['skipped_tensors']} others skipped",
     ]
 
 
 def _context_lines(context: dict[str, Any]) -> list[str]:
     if "error" in context:
-        return ["context: none fits, see below"]
+        return ["context: " + ("none fits, see below" if "available_bytes" in context else "unknown without a device")]
     m = context["memory"]
     parts = ("weights", "state", "kv", "scratch", "snapshots")
     return [
         f"context: {context['max_context']} tokens (the model's limit is {context['limit']}), "
         f"{m['kv_per_token']} bytes each",
-        "memory: " + " + ".join(f"{name} {_size(m[name])}" for name in parts)
-        + f" = {_size(m['total'])}, available {_size(context['available_bytes'])}",
+        "memory: " + " + ".join(f"{name} {size(m[name])}" for name in parts)
+        + f" = {size(m['total'])}, available {size(context['available_bytes'])}",
     ]  # fmt: skip
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

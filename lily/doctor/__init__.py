@@ -10,6 +10,6 @@ it; report.py makes text of that.
 """
 
 from lily.doctor.examination import SCHEMA, examine
-from lily.doctor.report import render
+from lily.doctor.report import explanation, render
 
-__all__ = ["SCHEMA", "examine", "render"]
+__all__ = ["SCHEMA", "examine", "explanation", "render"]
