@@ -50,13 +50,16 @@ build: compile $(VENV)/bin/lily
 compile: $(BASE)
 	@$(PY) setup.py --quiet build_ext --inplace
 
-# The package's metadata and the `lily` command; the package itself stays where it is.
+# The package's metadata and the `lily` command; the package itself stays where it is. Installed in this mode it is a
+# folder on the path, which type checkers and editors find too; otherwise a hook of the import system, which only Python
+# runs.
 $(VENV)/bin/lily: pyproject.toml | compile
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--config-settings editable_mode=compat --editable .
 	@touch $@
 
 run: build
-	@$(PY) -m lily generate --ignore-chat-template -p '$(PROMPT)' --seed 1 --max-tokens 120
+	@$(PY) -m lily generate --ignore-chat-template --echo -p '$(PROMPT)' --seed 1 --max-tokens 120
 
 test: $(DEV) build
 	@$(PY) -m pytest --durations=15 $(SHUFFLED)

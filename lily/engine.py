@@ -9,18 +9,20 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 import numpy as np
 
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.resolve import resolve_model
+from lily.checkpoint.strict_json import show
 from lily.checks.tensor_check import open_checked
+from lily.device.description import described
 from lily.device.device import cpu_remedy
 from lily.device.kinds import choose_device
 from lily.device.pipelines import compile_pipelines, pipelines
@@ -35,7 +37,7 @@ from lily.run.chunks import cut
 from lily.run.reply import Token
 from lily.run.runner import Runner
 from lily.run.turns import Request, Turns
-from lily.sampling import SamplingParams, check_ids, checkpoint_defaults, make_params
+from lily.sampling import Sampling, SamplingParams, check_ids, checkpoint_defaults, make_params
 from lily.streaming import (
     Completion,
     Control,
@@ -47,8 +49,8 @@ from lily.streaming import (
     TokenLogprob,
 )
 from lily.text.detokenizer import Detokenizer
-from lily.text.stops import StopMatcher
-from lily.text.template import ChatTemplate
+from lily.text.stops import StopMatcher, stop_ids
+from lily.text.template import ChatTemplate, checked_options
 from lily.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -56,6 +58,10 @@ if TYPE_CHECKING:
 
 MESSAGE_START = "<|im_start|>"
 MAX_THREADS = 256
+_PROMPTS = "a prompt is text or a list of token ids (whole numbers)"
+
+OnPrompt = Callable[[int, int], None]
+"""Called with (tokens of the prompt that are done, tokens of the prompt)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Engine:
         self._broken = False  # something may have broken into a request
         _check_options(max_context, threads)
         name = choose_device(device)
-        self._policy = policy_for(name, ablate.split(",") if isinstance(ablate, str) else tuple(ablate))
+        self._policy = policy_for(name, _ablations(ablate))
         self.model = resolve_model(None if model is None else str(model))
         with Checkpoint.open(self.model.path) as checkpoint:
             self._describe(checkpoint)
@@ -139,7 +145,7 @@ class Engine:
             self._runner = Runner(device, config, self._policy, self._weights, vocab=vocab)
             parts.callback(self._runner.close)
             self._sequence = self._runner.sequence(max_context=self.max_context, snapshots=SNAPSHOTS)
-            self._device_info = device.info
+            self._device_info = described(device.info)
             self._parts = parts.pop_all()
 
     def __enter__(self) -> Self:
@@ -193,53 +199,69 @@ class Engine:
         }
 
     # ---- text
-    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Completion:
-        """Continues ``prompt`` (text, taken as it is, or token ids); ``sampling`` as in SamplingParams."""
-        with self.stream(prompt, **sampling) as stream:
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
+    ) -> Completion:
+        """Continues ``prompt`` (text, taken as it is, or token ids).
+
+        ``sampling`` are fields of SamplingParams by name; what is not given comes from the checkpoint's
+        generation_config.json. ``params`` gives all of them at once, and names given beside it change it.
+        """
+        with self.stream(prompt, params, **sampling) as stream:
             return stream.completion()
 
-    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+        on_prompt: OnPrompt | None = None, **sampling: Unpack[Sampling],
+    ) -> Stream:  # fmt: skip
         """As ``generate``, in pieces. Closing the stream cancels within one token, or one chunk of the prompt.
 
-        The request is checked at once; it runs when the first piece is asked for.
+        The request is checked at once; it runs when the first piece is asked for. ``on_prompt`` is called with
+        (tokens of the prompt that are done, tokens in all), first before any is run and then after each chunk.
         """
-        return Stream(self.turns, self.request(prompt, sampling))
+        return Stream(self.turns, self.request(prompt, sampling, params, on_prompt))
 
-    def request(self, prompt: str | Sequence[int], sampling: Mapping[str, Any]) -> Callable[[Control], Pieces]:
+    def request(
+        self, prompt: str | Sequence[int], sampling: Mapping[str, Any], params: SamplingParams | None = None,
+        on_prompt: OnPrompt | None = None,
+    ) -> Callable[[Control], Pieces]:  # fmt: skip
         """A checked request, to be run as a stream's chunks."""
         self._check_open()
         tokens = self._prompt_tokens(prompt)
-        params = make_params(self._defaults, sampling).with_seed()
-        stops = self._stop_token_ids(params)
-        check_ids(params, stops, self.tokenizer.num_tokens)
-        return partial(self._run, tokens, params, stops)
+        used = make_params(self._defaults, sampling, params).with_seed()
+        stops = self._stop_token_ids(used)
+        check_ids(used, stops, self.tokenizer.num_tokens)
+        return partial(self._run, tokens, used, stops, on_prompt or _nobody_waits)
 
     @overload
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None, stream: Literal[False] = False, **sampling: Any,
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
+        stream: Literal[False] = False, **sampling: Unpack[Sampling],
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None, stream: Literal[True], **sampling: Any,
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
+        stream: Literal[True], **sampling: Unpack[Sampling],
     ) -> Stream: ...  # fmt: skip
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None, stream: bool = False, **sampling: Any,
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
+        stream: bool = False, **sampling: Unpack[Sampling],
     ) -> Completion | Stream:  # fmt: skip
         """The assistant's reply to OpenAI-style ``messages``, rendered with the checkpoint's chat template."""
         tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
-        return self.stream(tokens, **sampling) if stream else self.generate(tokens, **sampling)
+        return self.stream(tokens, params, **sampling) if stream else self.generate(tokens, params, **sampling)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None, continuation: str = "",
     ) -> list[int]:  # fmt: skip
         """Token ids of the rendered chat, ready for the reply; ``continuation`` is the beginning of that reply."""
-        kwargs = dict(template_kwargs or {})
+        kwargs = checked_options(template_kwargs)
         for name in ("tools", "add_generation_prompt", "messages"):
             if name in kwargs:
                 raise InvalidRequestError(f"{name!r} is set by Lily itself and cannot be a template option")
@@ -254,12 +276,12 @@ class Engine:
 
     def score(self, tokens: Sequence[int], top_k: int = 0) -> Score:
         """Log-probability of each token given those before it, with the ``top_k`` likeliest alternatives."""
-        ids = self._check_ids(tokens)
+        ids = self._check_ids(tokens, "score takes a list of token ids; of a text tokenizer.encode(text) makes them")
         if len(ids) < 2:
             raise InvalidRequestError(f"score needs at least 2 tokens, got {len(ids)}")
         known = self.tokenizer.num_tokens
         if type(top_k) is not int or not 0 <= top_k <= min(MAX_SCORE_TOP, known):
-            raise InvalidRequestError(f"top_k is {top_k!r}; allowed are 0 to {min(MAX_SCORE_TOP, known)}")
+            raise InvalidRequestError(f"top_k is {show(top_k)}; allowed are 0 to {min(MAX_SCORE_TOP, known)}")
         if max(ids[1:]) >= known:
             raise InvalidRequestError(f"token id {max(ids[1:])} is a padding row, never drawn: it has no probability")
         control, runner, sequence = Control(), self._runner, self._sequence
@@ -278,28 +300,32 @@ class Engine:
 
     # ---- inside
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt, _PROMPTS)
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         self._sequence.check_context(len(tokens))
         return tokens
 
-    def _check_ids(self, ids: Sequence[int]) -> list[int]:
+    def _check_ids(self, ids: Sequence[int], allowed: str) -> list[int]:
         try:
-            if isinstance(ids, (str, bytes, bytearray, Mapping)) or any(isinstance(i, bool) for i in ids):
+            # An iterator could be read once only, and a set has no order.
+            if isinstance(ids, (str, bytes, bytearray, Mapping)) or not hasattr(ids, "__getitem__"):
+                raise TypeError
+            if any(isinstance(i, bool) for i in ids):
                 raise TypeError
             tokens = [operator.index(i) for i in ids]
         except TypeError:
-            raise InvalidRequestError("a prompt is text or a list of token ids (whole numbers)") from None
+            raise InvalidRequestError(f"{allowed}; seen {_kind(ids)}") from None
         limit = self.config.vocab_size
         bad = next((i for i in tokens if not 0 <= i < limit), None)
         if bad is not None:
-            raise InvalidRequestError(f"token id {bad} is outside of the vocabulary (0 to {limit - 1})")
+            raise InvalidRequestError(f"token id {show(bad)} is outside of the vocabulary (0 to {limit - 1})")
         return tokens
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self._stop_ids
-        return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+        spelled = stop_ids(params.stop, self.tokenizer.id_of, self.skip_ids())
+        return tuple(dict.fromkeys((*own, *params.stop_token_ids, *spelled)))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -328,24 +354,30 @@ class Engine:
         finally:
             self.turns.leave(control)
 
-    def _run(self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], control: Control) -> Pieces:
+    def _run(
+        self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], on_prompt: OnPrompt,
+        control: Control,
+    ) -> Pieces:  # fmt: skip
         with control.alive, self._turn(control) as mine:
             if not mine:
                 return
             began, runner, sequence = time.perf_counter(), self._runner, self._sequence
             cached = sequence.resume(tokens)
             runner.reserve(sequence, len(tokens) + 1)
-            limit = min(params.max_tokens, self.max_context - len(tokens))
+            limit = params.limit(self.max_context - len(tokens))
             *chunks, last = cut(tokens, cached, self._policy, self._message_start)
+            on_prompt(cached, len(tokens))
             for chunk in chunks:
                 runner.prefill(sequence, tokens[chunk.start : chunk.end])
                 if chunk.keep:
                     sequence.snapshot()
+                on_prompt(chunk.end, len(tokens))
                 if control.cancelled:
                     return
             text = _ReplyText(self, tokens, cached, params, stop_ids, began)
             reply = runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
             try:
+                on_prompt(len(tokens), len(tokens))
                 while (token := reply.next()) is not None and not control.cancelled:
                     piece = text.push(token, last=len(text.token_ids) + 1 == limit)
                     if piece.completion is not None:
@@ -362,11 +394,28 @@ class Engine:
         return frozenset(self.tokenizer.special_ids) | frozenset(self._stop_ids)
 
 
+def _kind(ids: object) -> str:
+    """What was given instead of token ids; of a list the kinds of its entries."""
+    name = type(ids).__name__
+    return f"a list of {', '.join(sorted({type(i).__name__ for i in ids}))}" if isinstance(ids, list) else name
+
+
+def _ablations(given: object) -> tuple[str, ...]:
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, Iterable):
+        raise InvalidRequestError(f"ablate is {show(given)}; allowed: names of mechanisms")
+    return tuple(names)
+
+
+def _nobody_waits(done: int, total: int) -> None:
+    """The ``on_prompt`` of those who gave none."""
+
+
 def _check_options(max_context: object, threads: object) -> None:
     if max_context is not None and type(max_context) is not int:
-        raise InvalidRequestError(f"max_context is {max_context!r}; allowed: a whole number of tokens")
+        raise InvalidRequestError(f"max_context is {show(max_context)}; allowed: a whole number of tokens")
     if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
-        raise InvalidRequestError(f"threads is {threads!r}; allowed: a whole number from 1 to {MAX_THREADS}")
+        raise InvalidRequestError(f"threads is {show(threads)}; allowed: a whole number from 1 to {MAX_THREADS}")
 
 
 def _read_ahead(holder: Request) -> None:
@@ -391,6 +440,7 @@ class _ReplyText:
         began: float,
     ) -> None:  # fmt: skip
         self.prompt, self.cached, self.stop_ids, self.began = len(prompt), cached, frozenset(stop_ids), began
+        self.seed = params.seed or 0
         self.detokenizer = Detokenizer(engine.tokenizer.token_bytes, engine.skip_ids() | self.stop_ids)
         self.matcher = StopMatcher(params.stop)
         self.token_ids: list[int] = []
@@ -426,5 +476,5 @@ class _ReplyText:
             (n - 1) / max(seconds, 1e-9) if n > 1 else 0.0,
         )  # fmt: skip
         return Completion(
-            "".join(self.text), self.token_ids, reason, self.prompt, n, self.cached, self.logprobs, timings
+            "".join(self.text), self.token_ids, reason, self.prompt, n, self.cached, self.logprobs, timings, self.seed
         )

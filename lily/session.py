@@ -11,13 +11,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from lily.checkpoint.strict_json import show
 from lily.errors import InvalidRequestError, LilyError
+from lily.sampling import Sampling, SamplingParams
 from lily.streaming import Completion, Control, Pieces, Stream, StreamChunk
+from lily.text.template import checked_options
 
 if TYPE_CHECKING:
-    from lily.engine import Engine
+    from lily.engine import Engine, OnPrompt
 
 
 class Session:
@@ -27,7 +30,7 @@ class Session:
         self, engine: Engine, *, system: str | None = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self.engine, self.system = engine, system
-        self.template_kwargs = dict(template_kwargs or {})
+        self.template_kwargs = checked_options(template_kwargs)
         self.messages: list[dict[str, Any]] = []
         self._replying = threading.Lock()  # held while a turn is under way
         self.reset()
@@ -37,29 +40,30 @@ class Session:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def send(
-        self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
-    ) -> Completion:
+        self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Unpack[Sampling],
+    ) -> Completion:  # fmt: skip
         """Adds a user message (or any message) and the reply to it; on an error the conversation is unchanged."""
-        with self.stream(message, tools=tools, **sampling) as stream:
+        with self.stream(message, params, tools=tools, **sampling) as stream:
             return stream.completion()
 
     def stream(
-        self, message: str | Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
-    ) -> Stream:
+        self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, on_prompt: OnPrompt | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Stream:  # fmt: skip
         """As ``send``, in pieces. A reply that is cancelled stays in the conversation as far as it came.
 
         The turn begins when its first piece is asked for, and follows the messages that are there then. It is an
-        InvalidRequestError to begin one before the one before it has ended.
+        InvalidRequestError to begin one before the one before it has ended. ``on_prompt`` as in ``Engine.stream``.
         """
-        if not isinstance(message, (str, Mapping)):
-            raise InvalidRequestError(f"a message is text or a mapping with role and content, not {message!r:.80}")
-        turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+        turn = _turn_of(message)
         before = deepcopy(self.messages)
 
         def request() -> Callable[[Control], Pieces]:
             messages = [*self.messages, turn]
             prompt = self.engine.render_chat(messages, tools=tools, template_kwargs=self.template_kwargs)
-            return self.engine.request(prompt, sampling)
+            return self.engine.request(prompt, sampling, params, on_prompt)
 
         checked = request()  # what is wrong with it is said at once
         return Stream(
@@ -92,3 +96,11 @@ class Session:
                 self._replying.release()
         if last is not None:
             yield last  # the conversation has the turn by now
+
+
+def _turn_of(message: object) -> dict[str, Any]:
+    if isinstance(message, str):
+        return {"role": "user", "content": message}
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"the message is {show(message)}; allowed: text, or a mapping with role and content")
+    return dict(message)

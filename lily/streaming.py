@@ -39,7 +39,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished reply. ``completion_tokens`` counts every sampled token, a final stop id included."""
+    """A finished reply. ``completion_tokens`` counts every sampled token, a final stop id included.
+
+    ``seed``: the one that was used, given or drawn; with it the same request gives the same reply again.
+    """
 
     text: str
     token_ids: list[int]
@@ -49,6 +52,7 @@ class Completion:
     cached_tokens: int
     logprobs: list[TokenLogprob] | None
     timings: Timings
+    seed: int
 
 
 @dataclass(frozen=True)

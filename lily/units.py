@@ -7,3 +7,10 @@ from __future__ import annotations
 def gb(nbytes: float | None) -> str:
     """Gigabytes of 10^9 bytes; None is unknown."""
     return "unknown" if nbytes is None else f"{nbytes / 1e9:.2f} GB"
+
+
+def size(nbytes: int) -> str:
+    """Gigabytes or megabytes, whichever is nearer; bytes and kilobytes below that."""
+    if nbytes < 1e5:
+        return f"{nbytes} bytes" if nbytes < 1e3 else f"{nbytes / 1e3:.1f} kB"
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -10,19 +10,33 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 import click
 
 from lily._version import __version__
 from lily.cli import chat, doctor, generate, info, plan, pull, tune
-from lily.cli.console import Console, OutputError, discard, make_writable, warnings_as_notes
+from lily.cli.console import Console, OutputError, discard, standard_streams, warnings_as_notes
+from lily.cli.options import in_flags
 from lily.errors import LilyError
 
 FAILURE, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """A group that knows what a misspelt command was meant to be."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None and not ctx.resilient_parsing:
+            near = get_close_matches(name, self.commands, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.commands)}"
+            ctx.fail(f"there is no command {name!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lily", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -44,8 +58,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def run(args: Sequence[str]) -> int:
     """Runs one command and returns its exit code; what a user can cause ends in one message, not in a traceback."""
-    console = Console()
-    make_writable()
+    with standard_streams():
+        return _run(args, Console())
+
+
+def _run(args: Sequence[str], console: Console) -> int:
     try:
         with warnings_as_notes(console):
             return _invoke(args, console)
@@ -58,7 +75,7 @@ def run(args: Sequence[str]) -> int:
         console.error(_usage(error))
         return error.exit_code
     except LilyError as error:
-        console.error(str(error))
+        console.error(in_flags(error))
     except OSError as error:
         if error.filename is None:  # click's own output: help and version
             return _unwritable(console, OutputError.of(error))
@@ -86,8 +103,7 @@ def _invoke(args: Sequence[str], console: Console) -> int:
         code = 0
     except click.exceptions.Exit as done:
         code = done.exit_code
-    if sys.stdout is not None:
-        sys.stdout.flush()
+    sys.stdout.flush()
     return code
 
 
@@ -95,5 +111,6 @@ def _usage(error: click.ClickException) -> str:
     message = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
     if isinstance(error, click.UsageError) and context is not None:
-        message += f"; see {context.command_path} --help"
+        see = f"see {context.command_path} --help"
+        message += f" ({see})" if message.endswith("?") else f"; {see}"
     return message

@@ -6,48 +6,54 @@ Not handled: editing of earlier turns, and folding away of reasoning; the reply 
 
 from __future__ import annotations
 
-import importlib
-import select
-import signal
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lily.cli.console import Console, is_terminal
-from lily.cli.generate import describe, statistics
+from lily.cli.generate import cut_off, describe, statistics
+from lily.cli.interrupts import Interrupts
+from lily.cli.keyboard import Keyboard, hidden_typing
 from lily.cli.options import (
     EngineFlags,
     SamplingFlags,
     chat_template_option,
     console_options,
     engine_options,
+    in_flags,
     sampling_options,
+    system_option,
 )
+from lily.cli.prompts import read_text
 from lily.errors import ContextLengthError, InvalidRequestError
 
 if TYPE_CHECKING:
     from lily.session import Session
 
-PROMPT = "> "
 HELP = """\
 /reset        forget the conversation
-/system TEXT  set the system prompt and forget the conversation; without TEXT there is none
+/regen        another reply to the last message
+/system TEXT  set the system prompt and forget the conversation; - is none; without TEXT it is shown
+/read FILE    put a file's text before the next message
+/save FILE    write the conversation into a new file, as JSON
 /help         this list
 /exit         leave, as Ctrl-D does
-Ctrl-C stops a reply; at the prompt it leaves."""
-_PASTE_SECONDS = 0.02  # lines of one paste follow each other faster than a person types
-_UNLIMITED = (1 << 31) - 1  # the engine ends the reply where the context does
+Anything else is a message; // at its beginning stands for a / that begins no command.
+Ctrl-C stops a reply and clears a line; twice on an empty line it leaves."""
+_SEEDS = 1 << 64
 
 
 @click.command()
-@click.option("--system-prompt", metavar="TEXT", help="System message of the chat.")
+@system_option
 @chat_template_option
 @engine_options
-@sampling_options(_UNLIMITED, "At most this many tokens a reply.  [default: what the context holds]")
+@sampling_options
 @console_options
 def chat(
     console: Console, flags: EngineFlags, sampling: SamplingFlags, system_prompt: str | None,
@@ -57,122 +63,183 @@ def chat(
 
     Ctrl-C stops a reply. /help lists what can be typed besides a message. From a pipe every line is a message.
     """
-    with flags.open(console) as engine:
+    interactive = is_terminal(sys.stdin)
+    with hidden_typing() if interactive else nullcontext():
+        engine = flags.open(console)
+    with engine:
         describe(console, engine)
         # What would fail with every message is said at once.
         engine.render_chat([{"role": "user", "content": "Hi"}], template_kwargs=template_config)
-        arguments = sampling.for_engine(engine)
         session = engine.session(system=system_prompt, template_kwargs=template_config)
-        interactive = is_terminal(sys.stdin)
+        talk = _Conversation(session, sampling, sampling.for_engine(engine), console, interactive)
         if interactive:
             console.note("Type a message; /help for more, /exit or Ctrl-D to leave.")
-        for line in _messages(interactive):
-            if line.startswith("/"):
-                if not _command(line, session, console):
+        with talk.interrupts.noted():
+            for line in _typed(talk.interrupts, console) if interactive else _piped(talk.interrupts):
+                if not talk.take(line):
                     return
-            elif line.strip():
-                try:
-                    _reply(session, line, arguments, console)
-                except (ContextLengthError, InvalidRequestError) as error:
-                    if not interactive:
-                        raise
-                    console.error(f"{error}; /reset forgets the conversation")
 
 
-def _command(line: str, session: Session, console: Console) -> bool:
-    """Runs a line that begins with a slash; False ends the chat."""
-    name, _, rest = line.strip().partition(" ")
-    if name in ("/exit", "/quit"):
-        return False
-    if name == "/reset":
+class _Conversation:
+    """A session, and what is typed into it: commands and messages."""
+
+    def __init__(
+        self, session: Session, sampling: SamplingFlags, arguments: dict[str, Any], console: Console, interactive: bool
+    ) -> None:
+        self.session, self.sampling, self.arguments, self.console = session, sampling, arguments, console
+        self.interactive = interactive
+        self.interrupts = Interrupts()
+        self._read = ""  # of files, for the next message
+        self._again = 0  # replies to the last message before
+        # Name -> (what to do, whether text follows the name).
+        self._commands: dict[str, tuple[Callable[[str], None], bool]] = {
+            "/reset": (self._reset, False),
+            "/regen": (self._regenerate, False),
+            "/system": (self._system, True),
+            "/read": (self._read_file, True),
+            "/save": (self._save, True),
+            "/help": (lambda _: self.console.note(HELP), False),
+        }
+
+    def take(self, line: str) -> bool:
+        """Runs a command or answers a message; False ends the chat."""
+        name, _, rest = line.strip().partition(" ")
+        if line.strip() in ("/exit", "/quit"):
+            return False
+        run, has_text = self._commands.get(name, (None, False))
+        try:
+            if run is not None and (has_text or not rest):
+                run(rest.strip())
+            elif line.strip() and not self._is_misspelt(line.strip()):
+                self._again = 0
+                self._answer({"role": "user", "content": self._message(line)})
+                self._read = ""
+        except (ContextLengthError, InvalidRequestError) as error:
+            if not self.interactive:
+                raise
+            self.console.error(f"{in_flags(error)}; /reset forgets the conversation")
+        except click.UsageError as error:
+            if not self.interactive:
+                raise
+            self.console.error(error.format_message())
+        return True
+
+    def _message(self, line: str) -> str:
+        return self._read + (line[1:] if line.startswith("//") else line)
+
+    def _is_misspelt(self, text: str) -> bool:
+        """Whether a person has meant a command; then it is said. What comes through a pipe is taken as it is."""
+        near = get_close_matches(text, [*self._commands, "/exit"], 1, 0.7) if text.startswith("/") else []
+        if not near or not self.interactive or len(text.split()) > 1:
+            return False
+        self.console.error(f"there is no command {text}; did you mean {near[0]}? To send it as a message: /{text}")
+        return True
+
+    def _reset(self, _: str) -> None:
+        self.session.reset()
+        self._read = ""
+        self.console.note("The conversation is forgotten.")
+
+    def _system(self, text: str) -> None:
+        session, say = self.session, self.console.note
+        if not text:
+            say(f"The system prompt: {session.system}" if session.system else "There is no system prompt.")
+            return
+        session.system = None if text == "-" else text
         session.reset()
-        console.note("The conversation is forgotten.")
-    elif name == "/system":
-        session.system = rest.strip() or None
-        session.reset()
-        console.note("The system prompt is set." if session.system else "There is no system prompt now.")
-    elif name == "/help":
-        console.note(HELP)
-    else:
-        console.error(f"there is no command {name}; /help lists them")
-    return True
+        say("The system prompt is set." if session.system else "There is no system prompt now.")
 
+    def _read_file(self, name: str) -> None:
+        if not name:
+            raise click.UsageError("/read needs the name of a file")
+        text = read_text(str(Path(name).expanduser()))
+        self._read += text if text.endswith("\n") else text + "\n"
+        self.console.note(f"{len(text):,} characters of {name} will stand before the next message.")
 
-def _reply(session: Session, message: str, arguments: dict[str, Any], console: Console) -> None:
-    """Shows the reply as it comes; Ctrl-C ends it after the token that is being computed."""
-    completion = None
-    with session.stream(message, **arguments) as pieces, _interrupts(pieces.cancel):
-        for chunk in pieces:
-            console.write(chunk.text)
-            completion = chunk.completion
-    console.write("\n")
-    if completion is None:
-        console.note("(stopped)")
-    else:
+    def _save(self, name: str) -> None:
+        if not name:
+            raise click.UsageError("/save needs the name of a file")
+        document = json.dumps(self.session.messages, ensure_ascii=False, indent=2) + "\n"
+        try:
+            with open(Path(name).expanduser(), "x", encoding="utf-8") as file:
+                file.write(document)
+        except OSError as error:
+            raise click.UsageError(f"{name} cannot be written: {error.strerror}") from None
+        self.console.note(f"{len(self.session.messages)} messages are saved in {name}.")
+
+    def _regenerate(self, _: str) -> None:
+        session, kept = self.session, self.session.messages
+        if len(kept) < 2 or kept[-1]["role"] != "assistant":
+            raise click.UsageError("/regen needs a reply; there is none yet")
+        self._again += 1
+        session.messages = kept[:-2]
+        try:
+            self._answer(kept[-2])
+        finally:
+            if len(session.messages) < len(kept):  # nothing came in its place
+                session.messages = kept
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        """Shows the reply as it comes; Ctrl-C ends it after the token, or chunk of the prompt, being computed."""
+        completion, console = None, self.console
+        arguments, bar = dict(self.arguments), console.reading()
+        if self._again and arguments["seed"] is not None:
+            arguments["seed"] = (arguments["seed"] + self._again) % _SEEDS  # the same one gives the same reply
+        self.interrupts.begin()
+        with hidden_typing() if self.interactive else nullcontext():
+            try:
+                with self.session.stream(message, on_prompt=bar, **arguments) as pieces:
+                    self.interrupts.cancels(pieces.cancel)
+                    for chunk in pieces:
+                        console.write(chunk.text)
+                        completion = chunk.completion
+            finally:
+                if bar:
+                    bar.clear()
+            console.write("\n")
+        if completion is None:
+            console.note("(stopped)")
+            return
         if completion.finish_reason == "length":
-            console.note(f"(cut off after {completion.completion_tokens} tokens)")
+            console.note(cut_off(completion, self.sampling))
         if console.verbose:
             statistics(console, completion)
 
 
-@contextmanager
-def _interrupts(cancel: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls ``cancel`` instead of breaking in at any instruction, where it could tear the engine's state.
-
-    A reply ends with its next token, a long prompt with its next chunk; a second Ctrl-C breaks in after all.
-    """
-    seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-        cancel()
-
-    try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # not the main thread: signals do not come here
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _messages(interactive: bool) -> Iterator[str]:
-    """Lines of standard input until its end; from a terminal a paste of several lines is one message."""
-    if not interactive:
-        yield from _piped_lines()
-        return
-    with suppress(ImportError):
-        importlib.import_module("readline")  # gives input() editing and history
+def _typed(interrupts: Interrupts, console: Console) -> Iterator[str]:
+    """What is typed at the terminal, until Ctrl-D, or Ctrl-C twice on an empty line."""
+    keyboard, warned = Keyboard(), False
     while True:
         try:
-            yield _typed()
+            with interrupts.raised():
+                line = keyboard.read()
         except EOFError:
-            print(file=sys.stderr)
+            console.note("")
             return
+        except KeyboardInterrupt:
+            console.note("")
+            if warned and not keyboard.half_typed:
+                raise
+            warned = not keyboard.half_typed
+            if warned:
+                console.note("(Ctrl-C again, /exit or Ctrl-D leaves)")
+            continue
+        except ValueError as error:
+            console.error(f"the message is {error}")
+            continue
+        warned = False
+        yield line
 
 
-def _typed() -> str:
-    # Where only standard input is a terminal, input() would write its prompt into the result.
-    visible = is_terminal(sys.stdout)
-    if not visible:
-        print(PROMPT, end="", file=sys.stderr, flush=True)
-    lines = [input(PROMPT if visible else "")]
-    while select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
-        try:
-            lines.append(input())
-        except EOFError:
-            break
-    return "\n".join(lines)
-
-
-def _piped_lines() -> Iterator[str]:
-    if sys.stdin is None:
-        return
-    for number, line in enumerate(sys.stdin.buffer, 1):
+def _piped(interrupts: Interrupts) -> Iterator[str]:
+    """The lines of standard input."""
+    number = 0
+    while sys.stdin is not None:
+        with interrupts.raised():
+            line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        number += 1
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError:

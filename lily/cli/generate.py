@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,8 @@ from lily.cli.options import (
     console_options,
     engine_options,
     sampling_options,
+    shell_text,
+    system_option,
 )
 from lily.cli.prompts import prompt_tokens, read_prompt
 
@@ -28,32 +29,46 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("-p", "--prompt", required=True, metavar="TEXT", help="The prompt, as it is; - reads standard input.")
-@click.option("--system-prompt", metavar="TEXT", help="System message of the chat.")
-@click.option("--prefill-response", metavar="TEXT", help="The answer begins with this; the reply goes on after it.")
+@click.argument("positional", type=shell_text, required=False, metavar="[PROMPT]")
+@click.option("-p", "--prompt", type=shell_text, metavar="TEXT", help="The prompt, as it is; - reads standard input.")
+@click.option("-f", "--file", metavar="FILE", help="A file that holds the prompt.")
+@system_option
+@click.option(
+    "--prefill-response",
+    type=shell_text,
+    metavar="TEXT",
+    help="The answer begins with this; the reply goes on after it.",
+)
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt itself instead of answering it.")
+@click.option("--echo", is_flag=True, help="Write the prompt first; with --ignore-chat-template.")
 @chat_template_option
 @engine_options
-@sampling_options(256, "At most this many tokens.  [default: 256]")
+@sampling_options
 @click.option(
     "--logprobs", type=int, metavar="N", help="Report log-probabilities, also of the N likeliest tokens (0 to 20)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object instead of the text.")
 @console_options
 def generate(
-    console: Console, flags: EngineFlags, sampling: SamplingFlags, prompt: str, system_prompt: str | None,
-    prefill_response: str | None, ignore_chat_template: bool, template_config: dict[str, Any] | None, as_json: bool,
+    console: Console, flags: EngineFlags, sampling: SamplingFlags, positional: str | None, prompt: str | None,
+    file: str | None, system_prompt: str | None, prefill_response: str | None, ignore_chat_template: bool, echo: bool,
+    template_config: dict[str, Any] | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write a reply to a prompt.
 
-    The prompt is put into the checkpoint's chat template, if there is one. Sampling defaults are the checkpoint's.
+    The prompt is an argument, -p TEXT, -f FILE, or comes through a pipe. It is put into the checkpoint's chat template,
+    if there is one. Sampling defaults are the checkpoint's.
     """
     if ignore_chat_template and (system_prompt or prefill_response or template_config):
         raise click.UsageError(
             "--ignore-chat-template takes the prompt as it is; leave out --system-prompt, --prefill-response and "
             "--chat-template-config, or it"
         )
-    text = read_prompt(prompt)
+    if echo and (as_json or not ignore_chat_template):
+        raise click.UsageError(
+            "--echo writes a prompt that the reply continues: with --ignore-chat-template, not --json"
+        )
+    text = read_prompt(prompt, positional, file)
     with flags.open(console) as engine:
         describe(console, engine)
         tokens: Sequence[int] = (
@@ -61,33 +76,37 @@ def generate(
             if ignore_chat_template
             else prompt_tokens(engine, text, system_prompt, prefill_response, template_config)
         )
-        arguments = {**sampling.for_engine(engine), "seed": used_seed(sampling)}
-        completion = _reply(engine, tokens, arguments, console, show=not as_json)
-        if as_json:
-            console.write(json.dumps(_result(engine, completion, arguments["seed"]), ensure_ascii=False) + "\n")
+        shown = None if as_json else _Result(console)
+        beginning = text if echo else ""
+        completion = _reply(engine, tokens, sampling.for_engine(engine), console, shown, beginning)
+        if shown is None:
+            console.write(json.dumps(_document(engine, completion), ensure_ascii=False) + "\n")
         else:
-            console.end_line()
+            shown.end()
             if completion.logprobs is not None:
-                _report_logprobs(engine, completion.logprobs)
+                _report_logprobs(console, engine, completion.logprobs)
+        if completion.finish_reason == "length":
+            console.note(cut_off(completion, sampling))
         statistics(console, completion)
 
 
-def used_seed(sampling: SamplingFlags) -> int:
-    """The given seed, or one drawn here so that it can be reported."""
-    from lily.sampling import SamplingParams
-
-    seed = SamplingParams(seed=sampling.values["seed"]).with_seed().seed
-    assert seed is not None
-    return seed
+def cut_off(completion: Completion, sampling: SamplingFlags) -> str:
+    """A remark on a reply that the model has not ended, with the flag that moves the limit."""
+    flag = "--max-tokens" if completion.completion_tokens == sampling.values["max_tokens"] else "--max-context"
+    return f"(cut off after {completion.completion_tokens} tokens; {flag})"
 
 
 def describe(console: Console, engine: Engine) -> None:
     """What the checkpoint lacks; for --verbose, what was loaded."""
+    from lily.device.description import rows
+
     info = engine.info
     for note in info["notes"]:
         console.note(f"lily: {note}")
     console.detail(f"Model: {info['model']} ({info['path']}), context {info['max_context']} tokens")
-    console.detail("Device: " + ", ".join(f"{key} {value}" for key, value in info["device"].items()))
+    console.detail(f"Device: {info['device']['name']}")
+    for row in rows(info["device"]):
+        console.detail(f"  {row}")
 
 
 def statistics(console: Console, completion: Completion) -> None:
@@ -102,22 +121,46 @@ def statistics(console: Console, completion: Completion) -> None:
         f"Generation: {completion.completion_tokens} tokens, {t.generation_tokens_per_second:.3f} tokens-per-sec"
     )
     console.note(f"Peak memory: {peak_bytes() / 1e9:.3f} GB")
+    console.note(f"Seed: {completion.seed}")
+
+
+class _Result:
+    """The text on standard output, which is made to end with a line break: what follows begins a line of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._open = console, True
+
+    def write(self, text: str) -> None:
+        self._console.write(text)
+        self._open = not text.endswith("\n") if text else self._open
+
+    def end(self) -> None:
+        if self._open:
+            self._console.write("\n")
 
 
 def _reply(
-    engine: Engine, tokens: Sequence[int], arguments: dict[str, Any], console: Console, *, show: bool
-) -> Completion:
+    engine: Engine, tokens: Sequence[int], arguments: dict[str, Any], console: Console, shown: _Result | None,
+    beginning: str,
+) -> Completion:  # fmt: skip
     completion = None
-    with engine.stream(tokens, **arguments) as pieces:
-        for chunk in pieces:
-            if show:
-                console.write(chunk.text)
-            completion = chunk.completion or completion
+    bar = console.reading()
+    try:
+        with engine.stream(tokens, on_prompt=bar, **arguments) as pieces:
+            if shown:
+                shown.write(beginning)
+            for chunk in pieces:
+                if shown:
+                    shown.write(chunk.text)
+                completion = chunk.completion or completion
+    finally:
+        if bar:
+            bar.clear()
     assert completion is not None
     return completion
 
 
-def _result(engine: Engine, completion: Completion, seed: int) -> dict[str, Any]:
+def _document(engine: Engine, completion: Completion) -> dict[str, Any]:
     from lily.device.host_memory import peak_bytes
 
     result = asdict(completion)
@@ -126,7 +169,6 @@ def _result(engine: Engine, completion: Completion, seed: int) -> dict[str, Any]
     info = engine.info
     return {
         **result,
-        "seed": seed,
         "model": {key: info[key] for key in ("model", "path", "revision")},
         "device": info["device"],
         "peak_memory_bytes": peak_bytes(),
@@ -140,8 +182,8 @@ def _logprob(engine: Engine, entry: TokenLogprob) -> dict[str, Any]:
     return {**token(entry.token_id, entry.logprob), "top": [token(*pair) for pair in entry.top]}
 
 
-def _report_logprobs(engine: Engine, entries: Sequence[TokenLogprob]) -> None:
-    """A line for each token. They were asked for by name, so --quiet does not silence them."""
+def _report_logprobs(console: Console, engine: Engine, entries: Sequence[TokenLogprob]) -> None:
+    """A line for each token."""
     for entry in entries:
         pairs = [(entry.token_id, entry.logprob), *entry.top]
-        print("\t".join(f"{engine.tokenizer.decode([id])!r} {value:.4f}" for id, value in pairs), file=sys.stderr)
+        console.aside("\t".join(f"{engine.tokenizer.decode([id])!r} {value:.4f}" for id, value in pairs))

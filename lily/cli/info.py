@@ -15,6 +15,7 @@ from lily._version import __version__
 from lily.cli.console import Console
 from lily.cli.options import EngineFlags, console_options, engine_options
 from lily.errors import LilyError
+from lily.units import size
 
 if TYPE_CHECKING:
     from lily.checkpoint.checkpoint import Checkpoint
@@ -49,7 +50,10 @@ def info(console: Console, flags: EngineFlags, as_json: bool) -> None:
         report |= _model(flags, budget)
     except LilyError as error:
         report["model"] = {"error": str(error)}
-    problems = [report[name]["error"] for name in ("model", "context", "device") if "error" in report.get(name, {})]
+    named = (
+        ("model", "device") if "error" in report["device"] else ("model", "context", "device")
+    )  # one cause, one error
+    problems = [report[name]["error"] for name in named if "error" in report.get(name, {})]
     console.write(json.dumps(report, ensure_ascii=False) + "\n" if as_json else "\n".join(_lines(report)) + "\n")
     for problem in problems:
         console.error(problem)
@@ -138,12 +142,13 @@ def _context(flags: EngineFlags, checkpoint: Checkpoint, name: str, budget: Budg
 def _device(flags: EngineFlags) -> tuple[dict[str, Any], Budget]:
     """What the device that an engine would open says about itself, and the memory it has."""
     from lily.checks.tensor_check import open_checked
+    from lily.device.description import described
     from lily.device.kinds import choose_device
     from lily.run.budget import Budget
 
     name = choose_device(flags.device)
     with open_checked(flags.device, **_options(flags, name)) as device:
-        return {"name": name, **device.info}, Budget.of(device)
+        return {"name": name, **described(device.info)}, Budget.of(device)
 
 
 def _options(flags: EngineFlags, device: str) -> dict[str, object]:
@@ -159,6 +164,8 @@ def _options(flags: EngineFlags, device: str) -> dict[str, object]:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
+    from lily.device.description import rows
+
     packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version)
     out = [
         f"lily {report['lily']}, Python {report['python']}, {report['platform']}",
@@ -173,9 +180,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
         out += _model_lines(model) + _context_lines(report["context"])
         out.append("sampling defaults: " + ", ".join(f"{k} {v}" for k, v in report["sampling_defaults"].items()))
     device = report["device"]
-    words = [f"{key} {value}" for key, value in device.items() if key not in ("name", "error", "null")]
-    out.append("device: " + ("cannot be used, see below" if "error" in device else ", ".join([device["name"], *words])))
-    return out
+    if "error" in device:
+        return [*out, "device: cannot be used, see below"]
+    return [*out, f"device: {device['name']}", *(f"  {row}" for row in rows(device))]
 
 
 def _model_lines(m: dict[str, Any]) -> list[str]:
@@ -187,23 +194,19 @@ def _model_lines(m: dict[str, Any]) -> list[str]:
         f"  {m['layers']} layers ({m['attention_layers']} attention), hidden size {m['hidden_size']}, "
         f"{m['experts_per_token']} of {m['experts']} experts, {m['tokens']} tokens in {m['vocab_size']} rows, "
         f"{'with' if m['chat_template'] else 'without'} chat template",
-        f"  {m['text_tensors']} text tensors, {_size(m['bytes'])} ({kinds}); {m['skipped_tensors']} others skipped",
+        f"  {m['text_tensors']} text tensors, {size(m['bytes'])} ({kinds}); {m['skipped_tensors']} others skipped",
         *(f"  {note}" for note in m["notes"]),
     ]
 
 
 def _context_lines(context: dict[str, Any]) -> list[str]:
     if "error" in context:
-        return ["context: none fits, see below"]
+        return ["context: " + ("none fits, see below" if "available_bytes" in context else "unknown without a device")]
     m = context["memory"]
     parts = ("weights", "state", "kv", "scratch", "snapshots")
     return [
         f"context: {context['max_context']} tokens (the model's limit is {context['limit']}), "
         f"{m['kv_per_token']} bytes each",
-        "memory: " + " + ".join(f"{name} {_size(m[name])}" for name in parts)
-        + f" = {_size(m['total'])}, available {_size(context['available_bytes'])}",
+        "memory: " + " + ".join(f"{name} {size(m[name])}" for name in parts)
+        + f" = {size(m['total'])}, available {size(context['available_bytes'])}",
     ]  # fmt: skip
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -15,7 +17,7 @@ import click
 
 from lily.cli.console import Console
 from lily.device.kinds import KINDS
-from lily.errors import DeviceError, InvalidRequestError
+from lily.errors import CheckpointError, DeviceError, InvalidRequestError, LilyError
 
 if TYPE_CHECKING:
     from lily.engine import Engine
@@ -40,6 +42,13 @@ _FLAGS = {
     "stop": "--stop",
     "logprobs": "--logprobs",
 }
+# What the engine calls by another name than the command line, and no other text holds by chance.
+_RENAMED = {name: flag for name, flag in _FLAGS.items() if "_" in name} | {
+    "max_context": "--max-context",
+    "stop_token_ids": "--extra-eos-token",
+    "template_kwargs": "--chat-template-config",
+}
+_NAMES = re.compile(rf"(?<![\w./'\"-])({'|'.join(_RENAMED)})(?![\w./'\"-])")
 
 
 @dataclass(frozen=True)
@@ -55,14 +64,14 @@ class EngineFlags:
     def open(self, console: Console) -> Engine:
         """Loads the model, with a progress bar on a terminal."""
         _require_build()
-        from lily.engine import Engine
-
         if self.model is None:
             console.note(
                 f"lily: using the small embedded model; for the real one: lily pull {REAL_MODEL}, then -m {REAL_MODEL}"
             )
         bar = console.progress(f"loading {self.model or 'the embedded model'}")
         try:
+            from lily.engine import Engine  # takes a while by itself, so the bar comes first
+
             return Engine(
                 self.model, device=self.device, max_context=self.max_context, threads=self.threads, ablate=self.ablate,
                 progress=bar,
@@ -83,6 +92,38 @@ class SamplingFlags:
         """Keyword arguments of ``Engine.stream``; UsageError for an end token that the tokenizer does not know."""
         extra = [_token_id(engine, text) for text in self.extra_eos_tokens]
         return {**self.values, "stop_token_ids": extra}
+
+
+def shell_text(text: str) -> str:
+    """Type of an option whose value is text, as the shell gave it: UTF-8, whatever the locale."""
+    try:
+        return readable(text)
+    except ValueError as error:
+        raise click.BadParameter(f"is {error}") from None
+
+
+def readable(text: str, encoding: str | None = None) -> str:
+    """``text`` with the bytes that Python could not decode decoded after all; ValueError if they are not UTF-8.
+
+    encoding: by which the text was decoded, if not as file names are.
+    """
+    if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text):
+        return text
+    return utf8(text.encode(encoding or sys.getfilesystemencoding(), "surrogateescape"))
+
+
+def utf8(data: bytes) -> str:
+    """``data`` as text; ValueError says where it is none."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x})") from None
+
+
+def in_flags(error: LilyError) -> str:
+    """The message with the engine's parameters as flags; one about a file is left as it is."""
+    text = str(error)
+    return text if isinstance(error, CheckpointError) else _NAMES.sub(lambda found: _RENAMED[found[1]], text)
 
 
 def _require_build() -> None:
@@ -129,7 +170,7 @@ def model_options(command: Command) -> Command:
         help="A folder, or ORG/NAME[@REVISION] in the Hugging Face cache. Without it: the small embedded model.",
     )  # fmt: skip
     @click.option(
-        "--max-context", type=click.IntRange(min=1), metavar="TOKENS",
+        "-c", "--max-context", type=click.IntRange(min=1), metavar="TOKENS",
         help="Tokens of prompt and reply together. Default: what model and memory allow.",
     )  # fmt: skip
     @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
@@ -146,7 +187,7 @@ def engine_options(command: Command) -> Command:
     """``model_options``, threads and mechanisms to switch off, all of them in ``flags``."""
 
     @model_options
-    @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads of the cpu device.")
+    @click.option("-t", "--threads", type=click.IntRange(min=1), metavar="N", help="Threads of the cpu device.")
     @ablate_option
     @wraps(command)
     def call(*args: Any, flags: EngineFlags, threads: int | None, ablate: tuple[str, ...], **rest: Any) -> None:
@@ -155,35 +196,54 @@ def engine_options(command: Command) -> Command:
     return call
 
 
-def sampling_options(max_tokens: int, max_tokens_text: str) -> Callable[[Command], Command]:
+def sampling_options(command: Command) -> Command:
     """How a reply is drawn and ended; the command gets ``sampling``, a SamplingFlags."""
 
-    def decorate(command: Command) -> Command:
-        @click.option("--max-tokens", type=int, default=max_tokens, metavar="N", help=max_tokens_text)
-        @click.option("--temp", "temperature", type=float, metavar="T", help="Temperature; 0 is greedy.")
-        @click.option("--top-p", type=float, metavar="P", help="Keep the likeliest tokens that make up P; 1 is off.")
-        @click.option("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
-        @click.option("--min-p", type=float, metavar="P", help="Keep tokens P times as likely as the likeliest.")
-        @click.option("--repetition-penalty", type=float, metavar="X", help="Of the last 20 tokens; 1 is off.")
-        @click.option("--presence-penalty", type=float, metavar="X", help="Of tokens that the reply has; 0 is off.")
-        @click.option("--frequency-penalty", type=float, metavar="X", help="The same, once per occurrence.")
-        @click.option(
-            "--logit-bias", multiple=True, metavar="ID=BIAS",
-            help="Added to the logit of a token id. Repeatable, or one JSON object.", callback=_logit_bias,
-        )  # fmt: skip
-        @click.option("--seed", type=int, metavar="N", help="Same seed, same reply. Default: another one each time.")
-        @click.option("--stop", multiple=True, metavar="TEXT", help="Ends the reply before TEXT. Repeatable.")
-        @click.option(
-            "--extra-eos-token", multiple=True, metavar="TOKEN", help="A further token that ends it. Repeatable."
-        )
-        @wraps(command)
-        def call(*args: Any, extra_eos_token: tuple[str, ...], **rest: Any) -> None:
-            values = {name: rest.pop(name) for name in _FLAGS if name in rest}
-            command(*args, sampling=_checked(values, extra_eos_token), **rest)
+    @click.option(
+        "-n", "--max-tokens", type=int, metavar="N", help="At most this many tokens a reply.  [default: no limit]"
+    )
+    @click.option("--temp", "--temperature", "temperature", type=float, metavar="T", help="0 is greedy.")
+    @click.option("--top-p", type=float, metavar="P", help="Keep the likeliest tokens that make up P; 1 is off.")
+    @click.option("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
+    @click.option("--min-p", type=float, metavar="P", help="Keep tokens P times as likely as the likeliest.")
+    @click.option("--repetition-penalty", type=float, metavar="X", help="Of the last 20 tokens; 1 is off.")
+    @click.option("--presence-penalty", type=float, metavar="X", help="Of tokens that the reply has; 0 is off.")
+    @click.option("--frequency-penalty", type=float, metavar="X", help="The same, once per occurrence.")
+    @click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=BIAS",
+        help="Added to the logit of a token id. Repeatable, or one JSON object.",
+        callback=_logit_bias,
+    )
+    @click.option("--seed", type=int, metavar="N", help="Same seed, same reply. Default: another one each time.")
+    @click.option(
+        "--stop", type=shell_text, multiple=True, metavar="TEXT", help="Ends the reply before TEXT. Repeatable."
+    )
+    @click.option(
+        "--extra-eos-token",
+        type=shell_text,
+        multiple=True,
+        metavar="TOKEN",
+        help="A further token that ends it. Repeatable.",
+    )
+    @wraps(command)
+    def call(*args: Any, extra_eos_token: tuple[str, ...], **rest: Any) -> None:
+        values = {name: rest.pop(name) for name in _FLAGS if name in rest}
+        command(*args, sampling=_checked(values, extra_eos_token), **rest)
 
-        return call
+    return call  # fmt: skip
 
-    return decorate
+
+def system_option(command: Command) -> Command:
+    return click.option(
+        "--system-prompt",
+        "--system",
+        "system_prompt",
+        type=shell_text,
+        metavar="TEXT",
+        help="System message of the chat.",
+    )(command)
 
 
 def json_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:
@@ -193,7 +253,7 @@ def json_object(context: click.Context, parameter: click.Parameter, text: str | 
 
 def chat_template_option(command: Command) -> Command:
     return click.option(
-        "--chat-template-config", "template_config", metavar="JSON", callback=json_object,
+        "--chat-template-config", "template_config", type=shell_text, metavar="JSON", callback=json_object,
         help="Options of the chat template, for instance '{\"enable_thinking\": false}'.",
     )(command)  # fmt: skip
 

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lily.cli.console import Console
+from lily.cli.console import Console, clip, terminal_width
 from lily.cli.options import ablate_option, console_options
 from lily.device.kinds import KINDS
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from lily.checkpoint.config import ModelConfig
     from lily.plan.report import Phase
 
-_COLUMNS = "{level:>5}  {label:<34} {kernel:<20} {grid:<16} {mb:>10}"
+_HEADINGS = ("level", "what", "kernel", "grid", "MB")
+_LEAST_NAME = 12  # characters of what and kernel that a narrow terminal still shows
 
 
 @click.command()
@@ -48,7 +51,7 @@ def plan(
         "model": name,
         **plan_report(config, policy_for(device, ablate), phase=phase, rows=rows, context=context, greedy=greedy),
     }
-    console.write(json.dumps(report) + "\n" if as_json else _table(report))
+    console.write(json.dumps(report) + "\n" if as_json else _table(report, terminal_width(sys.stdout)))
 
 
 def _config(spec: str | None) -> tuple[str, ModelConfig]:
@@ -64,15 +67,16 @@ def _config(spec: str | None) -> tuple[str, ModelConfig]:
     return str(spec), ModelConfig.from_file(file)
 
 
-def _table(report: dict[str, Any]) -> str:
-    lines = [_COLUMNS.format(level="level", label="what", kernel="kernel", grid="grid", mb="MB")]
+def _table(report: dict[str, Any], width: int | None) -> str:
+    """A line for each dispatch, no longer than ``width`` as far as names can be shortened; then the sums."""
+    rows: list[Sequence[str]] = [_HEADINGS]
     level = -1
     for d in report["list"]:
         shown, grid = d["level"] if d["level"] != level else "", "×".join(map(str, _without_ones(d["grid"])))
         mb = f"{_mb(d['bytes_read'] + d['bytes_written']):.3f}"
-        kernel = d["kernel"] + (" (host)" if d["host"] else "")
-        lines.append(_COLUMNS.format(level=shown, label=d["label"], kernel=kernel, grid=grid, mb=mb))
+        rows.append((str(shown), d["label"], d["kernel"] + (" (host)" if d["host"] else ""), grid, mb))
         level = d["level"]
+    lines = _columns(rows, width)
     title = f"{report['model']} on {report['device']}, {report['phase']}"
     what = f"{report['rows']} rows in a list of {report['bucket']}" if report["phase"] == "prefill" else "1 token"
     lines += [
@@ -83,6 +87,18 @@ def _table(report: dict[str, Any]) -> str:
         f"({report['bytes'] / report['minimum_bytes']:.4f} ×)",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    levels, names, kernels, grids, sizes = (max(map(len, column)) for column in zip(*rows, strict=True))
+    if width is not None:
+        beside = levels + grids + sizes + len("  " * 4)
+        names = max(_LEAST_NAME, min(names, width - beside - kernels))
+        kernels = max(_LEAST_NAME, min(kernels, width - beside - names))
+    form = f"{{:>{levels}}}  {{:<{names}}}  {{:<{kernels}}}  {{:<{grids}}}  {{:>{sizes}}}"
+    return [
+        form.format(level, clip(name, names), clip(kernel, kernels), grid, mb) for level, name, kernel, grid, mb in rows
+    ]
 
 
 def _without_ones(grid: list[int]) -> list[int]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from lily.cli.console import is_terminal
+from lily.cli.options import utf8
 
 if TYPE_CHECKING:
     from lily.engine import Engine
@@ -15,20 +19,45 @@ if TYPE_CHECKING:
 _END_THINK = "\n</think>\n\n"
 
 
-def read_prompt(prompt: str) -> str:
-    """``prompt``, or for ``-`` all of standard input; UsageError if it is empty or not UTF-8 text."""
-    where = "the prompt"
-    if prompt == "-":
-        where = "the prompt on standard input"
-        data = sys.stdin.buffer.read() if sys.stdin is not None else b""
+def read_prompt(prompt: str | None, positional: str | None, file: str | None) -> str:
+    """The prompt from the one place where it is: an option, an argument, a file, or a pipe; ``-`` is standard input.
+
+    UsageError if there are none or several, or if it is empty or no UTF-8 text.
+    """
+    given = [text for text in (prompt, positional, file) if text is not None]
+    if len(given) > 1:
+        raise click.UsageError("more than one prompt; give it once: as an argument, with -p TEXT or with -f FILE")
+    if not given and is_terminal(sys.stdin):
+        raise click.UsageError("no prompt; give it as an argument, with -p/--prompt TEXT, -f FILE, or through a pipe")
+    if not given or given == ["-"]:
+        where, text = "the prompt on standard input", _decoded("the prompt on standard input", _standard_input())
+    elif file is not None:
+        where, text = file, read_text(file)
     else:
-        data = prompt.encode("utf-8", "surrogateescape")  # as the shell gave it
-    if not data:
+        where, text = "the prompt", given[0]
+    if not text:
         raise click.UsageError(f"{where} is empty; give at least one character")
+    return text
+
+
+def read_text(file: str) -> str:
+    """The text of a file; UsageError if it cannot be read or is not UTF-8."""
     try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"{where} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x})") from None
+        data = Path(file).read_bytes()
+    except OSError as error:
+        raise click.UsageError(f"{file}: {error.strerror}") from None
+    return _decoded(file, data)
+
+
+def _standard_input() -> bytes:
+    return sys.stdin.buffer.read() if sys.stdin is not None else b""
+
+
+def _decoded(where: str, data: bytes) -> str:
+    try:
+        return utf8(data)
+    except ValueError as error:
+        raise click.UsageError(f"{where} is {error}") from None
 
 
 def prompt_tokens(

@@ -8,6 +8,6 @@ print(render(report))         # the same for people
 from __future__ import annotations
 
 from lily.doctor.examination import SCHEMA, examine
-from lily.doctor.report import render
+from lily.doctor.report import explanation, render
 
-__all__ = ["SCHEMA", "examine", "render"]
+__all__ = ["SCHEMA", "examine", "explanation", "render"]

@@ -9,8 +9,6 @@ from typing import Any
 
 from lily.units import gb
 
-_WIDTH = 100  # characters of a line of prose
-
 _NOTES = (
     """check: the kernel's results beside the reference's on the same inputs. error: the worst difference, relative
     to the number or to the root mean square of the result, whichever is greater; limit: what rounding explains.
@@ -46,9 +44,15 @@ def render(document: dict[str, Any]) -> str:
         parts.append(_generation(document["generation"]))
     parts.append(_problems(document))
     if document.get("kernels"):
-        parts.append(["What the figures mean", *(_wrapped(n) for n in _notes(document))])
+        parts.append(["What the figures mean: lily doctor --explain"])
     lines = [line for part in parts for line in [*part, ""]]
     return "\n".join(lines)
+
+
+def explanation(width: int) -> str:
+    """What the figures of a report mean, in lines of at most ``width`` characters."""
+    notes = (fill(" ".join(n.split()), width, initial_indent="  ", subsequent_indent="    ") for n in _NOTES)
+    return "\n".join(["What the figures mean", *notes]) + "\n"
 
 
 def _machine(m: dict[str, Any]) -> list[str]:
@@ -183,14 +187,6 @@ def _problems(document: dict[str, Any]) -> list[str]:
     for problem in document["problems"]:
         lines += [f"  {problem['what']}: {problem['text']}", f"    -> {problem['remedy']}"]
     return [f"Problems ({document['seconds']} s)", *lines]
-
-
-def _notes(document: dict[str, Any]) -> Sequence[str]:
-    return _NOTES[:1] if document["quick"] else _NOTES
-
-
-def _wrapped(text: str) -> str:
-    return fill(" ".join(text.split()), _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _columns(table: Sequence[Sequence[str]]) -> list[str]:

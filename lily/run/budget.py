@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lily.checkpoint.config import ModelConfig
+from lily.checkpoint.strict_json import show
 from lily.device.device import Device
 from lily.device.host_memory import available_bytes
 from lily.device.kinds import kind_of
@@ -51,7 +52,7 @@ def plan_context(
 
     limit = config.max_position_embeddings
     if max_context is not None and not 2 <= max_context <= limit:
-        raise InvalidRequestError(f"max_context is {max_context}; allowed are 2 to {limit} for this model")
+        raise InvalidRequestError(f"max_context is {show(max_context)}; allowed are 2 to {limit} for this model")
     fixed = needed(0)
     per_token = needed(1).total - fixed.total  # KV rows and what counts tokens
     largest = max(weights.buffers.values())

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop strings, matched on streamed text.
 
-Not handled: stop ids (the device sees those), and which part of a reply (reasoning, content) is searched: the caller
-pushes what is to be searched. Text is compared character by character, without Unicode normalisation.
+Stop strings that are a control token, whose text is never shown, become stop ids. Not handled: stop ids themselves (the
+device sees those), strings that hold more than a control token, and which part of a reply (reasoning, content) is
+searched: the caller pushes what is to be searched. Text is compared character by character, without Unicode
+normalisation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 
 from lily.errors import InvalidRequestError
 
@@ -34,6 +36,15 @@ def check_stops(stops: object) -> tuple[str, ...]:
     if len(unique) > MAX_STOPS:
         raise InvalidRequestError(f"{len(unique)} stop strings given; at most {MAX_STOPS} are allowed")
     return unique
+
+
+def stop_ids(stops: object, id_of: Callable[[str], int | None], hidden: Set[int]) -> tuple[int, ...]:
+    """Ids of those ``stops`` that are exactly one token of the ``hidden`` ones, whose text is never in the reply.
+
+    id_of: from a token's spelling to its id, None for what is no single token.
+    """
+    ids = map(id_of, check_stops(stops))
+    return tuple(id for id in ids if id is not None and id in hidden)
 
 
 class StopMatcher:

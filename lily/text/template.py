@@ -173,6 +173,17 @@ def _list_of_names(names: Iterable[str]) -> str:
     return ", ".join(show(name, 40) for name in sorted(names)[:8]) or "none"
 
 
+def checked_options(given: object) -> dict[str, Any]:
+    """Options of a template by name, {} for None; InvalidRequestError for what is no mapping of names to values."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequestError(
+            f"template_kwargs is {show(given)}; allowed: a mapping of names to values, as {{'enable_thinking': False}}"
+        )
+    return dict(given)
+
+
 def starts_in_reasoning(prompt: str) -> bool:
     """Whether a reply to the rendered `prompt` begins inside of `<think>`: only `</think>` shows its end.
 

@@ -136,6 +136,8 @@ class Tokenizer:
         Raises InvalidRequestError for an id outside of 0 … vocab_size-1.
         """
         skip = self.special_ids if skip_special_tokens else frozenset()
+        if not isinstance(ids, Iterable):
+            raise InvalidRequestError(f"the token ids are {show(ids)}; allowed: a list of whole numbers")
         parts = [self.token_bytes[id] for id in map(self._checked, ids) if id not in skip]
         return b"".join(parts).decode("utf-8", "replace")
 
@@ -155,9 +157,14 @@ class Tokenizer:
         return [token.id for piece in pieces for token in model.tokenize(piece)]
 
     def _checked(self, id: int) -> int:
-        index = operator.index(id)
+        try:
+            index = operator.index(id)
+        except TypeError:
+            raise InvalidRequestError(f"a token id is {show(id)}; allowed: a whole number") from None
         if not 0 <= index < self.vocab_size:
-            raise InvalidRequestError(f"token id {index} is outside of the vocabulary (0 … {self.vocab_size - 1})")
+            raise InvalidRequestError(
+                f"token id {show(index)} is outside of the vocabulary (0 … {self.vocab_size - 1})"
+            )
         return index
 
     def _id_of_eos(self, token: str) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from cli_harness import NO_END, failure, lily_process, usage_error
@@ -23,9 +24,10 @@ from waiting import PATIENCE
 
 import lily
 from lily.cli import run
-from lily.cli.console import Progress
+from lily.cli.console import Progress, Reading, gigabytes
 from lily.cli.prompts import reply_start
 from lily.device import kinds
+from lily.device.description import described, rows
 from lily.errors import LilyError
 
 TEMPLATE_START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -37,6 +39,8 @@ class Fake:
     opened: dict[str, Any] | None = None
     asked: dict[str, Any] | None = None
     prompt = ""
+    texts: ClassVar[list[str]] = ["a ", "b"]
+    reason: ClassVar[lily.streaming.FinishReason] = "stop"
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         options.pop("progress")
@@ -54,15 +58,16 @@ class Fake:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def stream(self, tokens: list[int], **sampling: Any) -> lily.Stream:
+    def stream(self, tokens: list[int], *, on_prompt: Any, **sampling: Any) -> lily.Stream:
         Fake.prompt, Fake.asked = self.tokenizer.decode(tokens), sampling
         return lily.Stream(lambda control: self.pieces())
 
     def pieces(self) -> Iterator[lily.StreamChunk]:
         timings = lily.Timings(2.0, 3.0, 5.0, 7.0)
-        done = lily.Completion("a b", [1, 2], "stop", 10, 2, 4, None, timings)
-        yield lily.StreamChunk("a ")
-        yield lily.StreamChunk("b", finish_reason="stop", completion=done)
+        done = lily.Completion("".join(self.texts), [1, 2], self.reason, 10, 2, 4, None, timings, 9)
+        for text in self.texts[:-1]:
+            yield lily.StreamChunk(text)
+        yield lily.StreamChunk(self.texts[-1], finish_reason=self.reason, completion=done)
 
 
 class Raw(io.RawIOBase):
@@ -119,7 +124,8 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
         (["--max-tokens", "3"], {"max_tokens": 3}),
         (["--logprobs", "2", "--json"], {"logprobs": 2}),
         (["--extra-eos-token", "<|im_end|>"], {"stop_token_ids": [4066]}),
-        ([], {"max_tokens": 256, "temperature": None, "top_p": None, "top_k": None, "stop_token_ids": []}),
+        (["--temperature", "0.5", "-n", "4"], {"temperature": 0.5, "max_tokens": 4}),
+        ([], {"max_tokens": None, "temperature": None, "top_p": None, "top_k": None, "stop_token_ids": []}),
     ],
 )
 def test_a_sampling_flag_reaches_the_engine(fake: type[Fake], flags: list[str], expected: dict[str, Any]) -> None:
@@ -129,11 +135,12 @@ def test_a_sampling_flag_reaches_the_engine(fake: type[Fake], flags: list[str], 
 
 
 def test_engine_flags_reach_the_engine(fake: type[Fake]) -> None:
-    flags = ["-m", "a/b@c", "--max-context", "77", "--device", "cpu", "--threads", "3"]
-    assert run(["generate", "-p", "Hi", *flags, "--ablate", "overlap,handoff", "--ablate", "overlap"]) == 0
-    assert fake.opened == {
-        "model": "a/b@c", "max_context": 77, "device": "cpu", "threads": 3, "ablate": ("overlap", "handoff"),
-    }  # fmt: skip
+    flags = ["-m", "a/b@c", "--device", "cpu", "--ablate", "overlap,handoff", "--ablate", "overlap"]
+    for names in (["--max-context", "77", "--threads", "3"], ["-c", "77", "-t", "3"]):
+        assert run(["generate", "-p", "Hi", *flags, *names]) == 0
+        assert fake.opened == {
+            "model": "a/b@c", "max_context": 77, "device": "cpu", "threads": 3, "ablate": ("overlap", "handoff"),
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -141,6 +148,7 @@ def test_engine_flags_reach_the_engine(fake: type[Fake]) -> None:
     [
         ([], TEMPLATE_START + "<think>\n"),
         (["--ignore-chat-template"], "Hi"),
+        (["--system", "Be brief."], "<|im_start|>system\nBe brief.<|im_end|>\n" + TEMPLATE_START + "<think>\n"),
         (["--system-prompt", "Be brief."], "<|im_start|>system\nBe brief.<|im_end|>\n" + TEMPLATE_START + "<think>\n"),
         (["--chat-template-config", '{"enable_thinking": false}'], TEMPLATE_START + "<think>\n\n</think>\n\n"),
         (["--prefill-response", "Sure"], TEMPLATE_START + "<think>\n\n</think>\n\nSure"),
@@ -170,6 +178,30 @@ def test_a_prompt_is_taken_literally_and_may_come_from_standard_input(
     assert fake.prompt == "zwei\nZeilen é\n"
 
 
+def test_a_prompt_is_an_argument_a_file_or_what_comes_through_a_pipe(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = ["--ignore-chat-template", "--quiet"]
+    assert run(["generate", "an argument", *flags]) == 0
+    assert fake.prompt == "an argument"
+    (tmp_path / "prompt.txt").write_bytes("eine Datei é\n".encode())
+    assert run(["generate", "-f", str(tmp_path / "prompt.txt"), *flags]) == 0
+    assert fake.prompt == "eine Datei é\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a pipe")))
+    assert run(["generate", *flags]) == 0
+    assert fake.prompt == "a pipe"
+
+
+def test_without_a_prompt_a_terminal_is_told_how_to_give_one(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lily.cli.prompts.is_terminal", lambda stream: True)
+    assert all(way in usage_error(["generate"], capsys) for way in ("argument", "-p/--prompt", "-f", "pipe"))
+    assert "more than one prompt" in usage_error(["generate", "a", "-p", "b"], capsys)
+    assert "no such file" in usage_error(["generate", "-f", "/no/such/file"], capsys).lower()
+    assert fake.opened is None
+
+
 def test_without_a_model_one_line_says_how_to_get_the_real_one(
     fake: type[Fake], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,13 +219,36 @@ def test_text_goes_to_standard_output_and_the_rest_to_standard_error(
 ) -> None:
     assert run(["generate", "-p", "Hi", "-m", "x"]) == 0
     out, err = capsys.readouterr()
-    assert out == "a b"
+    assert out == "a b\n"
     lines = err.splitlines()
     assert lines[1] == "Prompt: 10 tokens (4 cached), 5.000 tokens-per-sec"
     assert lines[2] == "Generation: 2 tokens, 7.000 tokens-per-sec"
     assert lines[3].startswith("Peak memory: ")
+    assert lines[4] == "Seed: 9"
     assert run(["generate", "-p", "Hi", "--quiet"]) == 0
-    assert capsys.readouterr() == ("a b", "")
+    assert capsys.readouterr() == ("a b\n", "")
+
+
+def test_a_result_ends_with_one_line_break_and_may_begin_with_the_prompt(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for texts, written in ((["a", "b\n"], "ab\n"), (["a\n", ""], "a\n"), (["a\n", "b"], "a\nb\n"), ([""], "\n")):
+        monkeypatch.setattr(Fake, "texts", texts)
+        for echo in ([], ["--echo"]):
+            assert run(["generate", "-p", "Once", "--ignore-chat-template", "--quiet", *echo]) == 0
+            assert capsys.readouterr().out == "Once" * len(echo) + written
+
+
+@pytest.mark.parametrize(("flags", "flag"), [(["--max-tokens", "2"], "--max-tokens"), ([], "--max-context")])
+def test_a_reply_that_was_cut_off_is_said_to_be(
+    fake: type[Fake], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], flag: str
+) -> None:
+    monkeypatch.setattr(Fake, "reason", "length")
+    assert run(["generate", "-p", "Hi", *flags]) == 0
+    assert f"(cut off after 2 tokens; {flag})" in capsys.readouterr().err
+    monkeypatch.setattr(Fake, "reason", "stop")
+    assert run(["generate", "-p", "Hi", *flags]) == 0
+    assert "cut off" not in capsys.readouterr().err
 
 
 def test_text_is_written_as_it_comes(fake: type[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +264,7 @@ def test_text_is_written_as_it_comes(fake: type[Fake], monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(Raw(sink)), encoding="utf-8"))
     monkeypatch.setattr(Fake, "pieces", watched)
     assert run(["generate", "-p", "Hi", "--quiet"]) == 0
-    assert [*seen, sink.getvalue()] == [b"", b"a ", b"a b"]
+    assert [*seen, sink.getvalue()] == [b"", b"a ", b"a b\n"]
 
 
 def test_generate_writes_what_the_engine_replies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +272,7 @@ def test_generate_writes_what_the_engine_replies(capsys: pytest.CaptureFixture[s
         expected = engine.chat([{"role": "user", "content": "Once upon a time"}], seed=1, max_tokens=24)
     assert len(expected.text) > 40
     assert run(["generate", "-p", "Once upon a time", "--seed", "1", "--max-tokens", "24", "--quiet"]) == 0
-    assert capsys.readouterr() == (expected.text, "")
+    assert capsys.readouterr() == (expected.text + "\n", "")
 
 
 def test_what_a_checkpoint_lacks_is_said_before_the_reply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +311,7 @@ def test_json_holds_the_reply_and_a_seed_that_repeats_it(capsys: pytest.CaptureF
     assert err == ""
     result = json.loads(out)
     assert run([*base, "--seed", str(result["seed"])]) == 0
-    assert capsys.readouterr().out == result["text"]
+    assert capsys.readouterr().out == result["text"] + "\n"
     assert len(result["token_ids"]) == result["completion_tokens"] == len(result["logprobs"]) == 8
     assert result["finish_reason"] == "length"
     assert result["model"]["model"] == "lily-tiny"
@@ -273,14 +328,13 @@ def test_logprobs_without_json_are_a_line_a_token(capsys: pytest.CaptureFixture[
     lines = [line.split("\t") for line in err.splitlines()]
     assert len(lines) == 3
     assert all(len(line) == 2 and line[0] == line[1] for line in lines)  # greedy: the token is the likeliest
-    assert "".join(eval(line[0].rsplit(" ", 1)[0]) for line in lines) == out
+    assert "".join(eval(line[0].rsplit(" ", 1)[0]) for line in lines) == out.removesuffix("\n")
 
 
 # ---- bad input
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], ["--prompt"]),
         (["-p", ""], ["prompt is empty"]),
         (["-p", "a\udcffb"], ["UTF-8", "0xff"]),
         (["-p", "x", "--max-tokens", "0"], ["--max-tokens is 0", "from 1"]),
@@ -305,7 +359,12 @@ def test_logprobs_without_json_are_a_line_a_token(capsys: pytest.CaptureFixture[
         (["-p", "x", "--ablate", "magic"], ["magic", "overlap"]),
         (["-p", "x", "-m", ""], ["--model", "empty"]),
         (["-p", "x", "--ignore-chat-template", "--system-prompt", "y"], ["--ignore-chat-template"]),
-        (["-p", "x", "--temperature", "1"], ["--temperature"]),
+        (["-p", "x", "--tmp", "1"], ["--tmp", "Did you mean", "--temp", "see lily generate --help"]),
+        (["-p", "x", "--echo"], ["--ignore-chat-template"]),
+        (["-p", "x", "--echo", "--ignore-chat-template", "--json"], ["--json"]),
+        (["-p", "x", "--stop", "a\udcff"], ["--stop", "UTF-8", "0xff"]),
+        (["-p", "x", "--seed", "9" * 30], ["to 18446744073709551615"]),
+        (["-p", "x", "--max-tokens", str(1 << 31)], ["to 2147483647"]),
         (["-p", "x", "--extra-eos-token", ""], ["--extra-eos-token"]),
     ],
 )
@@ -326,7 +385,8 @@ def test_a_bad_prompt_on_standard_input_is_refused(
 
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "paint" in usage_error(["paint"], capsys)
+    assert "'draw'; there are generate, chat," in usage_error(["draw"], capsys)
+    assert "'chta'; did you mean chat? (see lily --help)" in usage_error(["chta"], capsys)
 
 
 def test_an_end_token_that_is_several_tokens_is_refused(fake: type[Fake], capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,8 +401,8 @@ def test_an_end_token_that_is_several_tokens_is_refused(fake: type[Fake], capsys
         (["-m", str(DATA)], ["config.json"]),
         (["-m", "some-org/some-model"], ["some-org/some-model", "lily pull some-org/some-model"]),
         (["--device", "metal"], ["metal", "cpu"]),
-        (["--max-context", "5"], ["5", "tokens"]),
-        (["--max-context", "99999"], ["99999", "32768"]),
+        (["--max-context", "5"], ["5", "tokens", "with --max-context ("]),
+        (["--max-context", "99999"], ["--max-context is 99999", "32768"]),
         (["--chat-template-config", '{"messages": []}'], ["messages"]),
         (["--logit-bias", "4095=1"], ["4095"]),
     ],
@@ -378,7 +438,7 @@ def full_device() -> Any:
     return open("/dev/full", "wb")
 
 
-@pytest.mark.parametrize("args", [["plan"], ["generate", "--help"]])
+@pytest.mark.parametrize("args", [["plan"], ["generate", "--help"], ["--version"]])
 def test_an_unwritable_standard_output_is_an_error(args: list[str]) -> None:
     with full_device() as full, lily_process(*args, stdout=full) as process:
         _, err = process.communicate(timeout=PATIENCE)
@@ -386,11 +446,38 @@ def test_an_unwritable_standard_output_is_an_error(args: list[str]) -> None:
     assert err.decode().splitlines() == ["lily: error: standard output cannot be written: No space left on device"]
 
 
-def test_a_closed_standard_output_is_an_error() -> None:
-    done = subprocess.run(
-        ["sh", "-c", f"'{sys.executable}' -m lily plan >&-"], capture_output=True, text=True, timeout=PATIENCE
-    )
+def with_closed(closing: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command with the redirections ``closing`` of the shell."""
+    command = shlex.join([sys.executable, "-m", "lily", *args])
+    return subprocess.run(["sh", "-c", f"{command} {closing}"], capture_output=True, text=True, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("args", [["plan"], ["--help"], ["--version"], ["chat", "--help"], []])
+def test_a_closed_standard_output_is_an_error(args: list[str]) -> None:
+    done = with_closed(">&-", *args)
     assert (done.returncode, done.stderr) == (1, "lily: error: standard output cannot be written: it is closed\n")
+
+
+def test_only_the_result_is_on_standard_output_where_standard_error_is_closed() -> None:
+    flags = ["generate", "-p", "Hi", "--max-tokens", "3", "--temp", "0"]
+    plain = with_closed("", *flags)
+    done = with_closed("2>&-", *flags, "--logprobs", "1", "--verbose")
+    assert (done.returncode, done.stdout, done.stderr) == (0, plain.stdout, "")
+    assert with_closed("2>&-", "paint").stdout == ""
+    piped = with_closed("2>&- </dev/null", "chat", "--verbose")
+    assert (piped.returncode, piped.stdout) == (0, "")
+
+
+def test_a_file_that_is_opened_does_not_take_the_place_of_a_closed_stream() -> None:
+    """Otherwise what a library writes to its standard error would go into it."""
+    code = (
+        "import os, tempfile\nfrom lily.cli.console import standard_streams\n"
+        "with standard_streams(), tempfile.TemporaryFile() as file:\n"
+        "    print(file.fileno() > 2)\n"
+    )
+    command = shlex.join([sys.executable, "-c", code])
+    done = subprocess.run(["sh", "-c", f"{command} <&- 2>&-"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n"
 
 
 def test_a_reader_that_goes_away_ends_the_reply_quietly() -> None:
@@ -453,6 +540,30 @@ def test_info_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"lily {lily.__version__}" in out
     assert "model: lily-tiny (embedded)" in out
     assert "4096 bytes each" in out
+    shown = {label: words for label, _, words in (line.strip().partition("  ") for line in out.splitlines())}
+    assert shown["memory"].strip().endswith(" GB")
+    assert shown["usable sets"].strip().endswith("portable")
+    assert "null" not in out
+
+
+def test_a_device_is_described_in_lists_and_units() -> None:
+    info = {
+        "name": "metal", "isas": "a,b", "null": 0, "memory": 25_276_502_016, "threadgroup_memory": 32768,
+        "library_s": "0.250", "slice_ms": 20, "pipelines": 3, "unset": "",
+    }  # fmt: skip
+    data = described(info)
+    assert data == {
+        "isas": ["a", "b"], "memory": 25_276_502_016, "threadgroup_memory": 32768, "library_s": 0.25, "slice_ms": 20,
+        "pipelines": 3, "unset": "",
+    }  # fmt: skip
+    assert rows(data) == [
+        "usable sets         a, b",
+        "memory              25.28 GB",
+        "threadgroup memory  32.8 kB",
+        "library             0.25 s",
+        "slice               20 ms",
+        "pipelines           3",
+    ]
 
 
 def test_info_says_what_is_broken_and_shows_the_rest(
@@ -460,13 +571,15 @@ def test_info_says_what_is_broken_and_shows_the_rest(
 ) -> None:
     assert run(["info", "-m", "/no/such/folder"]) == 1
     out, err = capsys.readouterr()
-    assert "device: cpu" in out
+    assert "device: cpu\n" in out
     assert err == "lily: error: '/no/such/folder': no such folder\n"
     monkeypatch.delitem(kinds.LIBRARIES, "metal", raising=False)
     assert run(["info", "--device", "metal"]) == 1
     out, err = capsys.readouterr()
     assert "model: lily-tiny" in out
+    assert "context: unknown" in out
     assert "metal" in err
+    assert err.count("lily: error: ") == 1  # for one cause
     assert run(["info", "--json", "--max-context", "40000"]) == 1
     out, err = capsys.readouterr()
     assert "40000" in json.loads(out)["context"]["error"]
@@ -530,12 +643,66 @@ def test_pull_names_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 # ---- progress
-def test_the_progress_bar_ends_full_and_is_taken_away(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Progress("loading x")
+class Screen(io.StringIO):
+    """A terminal of some width that keeps what is written."""
+
+    def __init__(self, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        monkeypatch.setattr("sys.stderr", self)
+        monkeypatch.setattr("lily.cli.console.terminal_width", lambda stream: columns)
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def pictures(self) -> list[str]:
+        """Each state of the one line."""
+        return [part.removesuffix("\x1b[K") for part in self.getvalue().split("\r")[1:]]
+
+
+def test_the_progress_bar_names_its_work_at_once_ends_full_and_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(80, monkeypatch)
+    bar = Progress("loading x", gigabytes)
     bar(0, 2_000_000_000)
     bar(1, 2_000_000_000)  # too soon to be shown
     bar(2_000_000_000, 2_000_000_000)
     bar.clear()
-    lines = capsys.readouterr().err.split("\r")
-    assert lines[1:3] == [f"loading x [{' ' * 30}] 0.00 of 2.00 GB", f"loading x [{'#' * 30}] 2.00 of 2.00 GB"]
-    assert lines[3] == "\x1b[K"
+    empty, full = (f"loading x [{fill * 30}] {done} of 2.00 GB" for fill, done in ((" ", "0.00"), ("#", "2.00")))
+    assert screen.pictures == ["loading x", empty, full, ""]
+
+
+@pytest.mark.parametrize("columns", [1, 10, 40, 60, 80, 200])
+def test_the_progress_bar_is_never_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """A line that fills the terminal would be wrapped, and then each picture would be a line of its own."""
+    screen = Screen(columns, monkeypatch)
+    bar = Progress("loading mlx-community/Qwen3.6-35B-A3B-4bit-with-a-long-name", gigabytes)
+    bar(20_400_000_000, 20_400_000_000)
+    assert max(map(len, screen.pictures)) < columns
+    assert columns < 60 or "########] 20.40 of 20.40 GB" in screen.pictures[-1]
+
+
+def test_the_reading_of_a_long_prompt_is_shown_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(80, monkeypatch)
+    long, short = Reading(), Reading()
+    long(0, 3010)
+    assert screen.pictures[-1].endswith("] 0 of 3,010 tokens")
+    long(3010, 3010)
+    assert screen.pictures[-1] == ""
+    shown = len(screen.pictures)
+    long.clear()
+    for done in (2900, 3010):
+        short(done, 3010)
+    short.clear()
+    assert len(screen.pictures) == shown
+
+
+def test_loading_and_reading_are_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "Hello " * 300, "--ignore-chat-template", "--max-tokens", "1", "--temp", "0"]
+    assert run(arguments) == 0
+    assert "\r" not in capsys.readouterr().err
+    screen = Screen(80, monkeypatch)
+    assert run(arguments) == 0
+    assert "loading the embedded model" in screen.pictures
+    assert any(picture.startswith("reading the prompt [") for picture in screen.pictures)

@@ -103,14 +103,27 @@ def test_machine_and_device_say_what_is_here(checked: dict[str, Any]) -> None:
     assert checked["reference"]["isa"] == "portable"
 
 
-def test_text_has_a_line_for_every_kernel_and_explains_itself(checked: dict[str, Any]) -> None:
+def test_text_has_a_line_for_every_kernel_and_says_where_it_is_explained(checked: dict[str, Any]) -> None:
     text = render(checked)
     lines = [line.split() for line in text.splitlines() if line.strip()]
     for name in KERNELS:
         assert any(line[0] == name and "pass" in line for line in lines), name
     assert "No problem found" in text
-    assert "What the figures mean" in text
+    assert "lily doctor --explain" in text
     assert max(map(len, text.splitlines())) < 160
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_figures_are_explained_in_the_width_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr("lily.cli.doctor.terminal_width", lambda stream: width)
+    assert run(["doctor", "--explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert width - 15 < max(map(len, lines)) <= width
+    assert all(
+        any(line.startswith(f"  {figure}:") for line in lines) for figure in ("check", "rate", "share", "limits")
+    )
 
 
 @pytest.mark.full

@@ -13,13 +13,14 @@ import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from engine_device import Target, sweep
-from engine_harness import current_state, open_engine, sequence_of
+from engine_harness import current_state, open_engine, policy, sequence_of
 from models import tiny_model
 from waiting import PATIENCE
 
@@ -27,6 +28,7 @@ from lily.engine import Engine, StreamChunk
 from lily.errors import DeviceError, LilyError
 from lily.run.reply import Reply
 from lily.run.turns import Request
+from lily.sampling import SamplingParams
 
 PROMPT = "Once upon a time"
 IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
@@ -342,6 +344,60 @@ def test_stop_ids_end_the_reply_and_are_counted(tiny):
     assert reply.completion_tokens == first + 1
     assert reply.finish_reason == "stop"
     assert reply.text == tiny.tokenizer.decode([t for t in whole[:first] if t not in tiny.skip_ids()])
+
+
+def test_a_stop_string_that_is_a_control_token_ends_the_reply_as_an_id(tiny):
+    """Its text is never in the reply, so it could not be found there."""
+    start = tiny.tokenizer.id_of("<|im_start|>")
+    assert start in tiny.tokenizer.special_ids
+    how = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "logit_bias": {start: 1e4}}
+    for stop in ("<|im_start|>", ["<|im_end|>", "<|im_start|>", "never"]):
+        reply = tiny.generate(IDS, stop=stop, **how)
+        assert (reply.token_ids, reply.text, reply.finish_reason) == ([start], "", "stop")
+    assert tiny.generate(IDS, stop="<|im_start", **how).token_ids == [start] * 5  # no token: only text could match
+
+
+def test_sampling_may_be_given_at_once_by_name_or_both(tiny):
+    """Parameters at once leave nothing to the checkpoint; what is named beside them changes them."""
+    everything = SamplingParams(max_tokens=6, temperature=2.0, top_k=50, seed=4, ignore_eos=True)
+    named = {f.name: getattr(everything, f.name) for f in fields(everything)}
+    want = tiny.generate(IDS, **named)
+    assert tiny.generate(IDS, everything).token_ids == want.token_ids
+    assert [c.token_ids[0] for c in tiny.stream(IDS, everything)] == want.token_ids
+    assert tiny.generate(IDS, everything, max_tokens=2).token_ids == want.token_ids[:2]
+    chat = [{"role": "user", "content": "Hi"}]
+    replies = [tiny.chat(chat, everything).token_ids, tiny.session().send("Hi", everything).token_ids]
+    assert replies == [tiny.chat(chat, **named).token_ids] * 2
+
+
+def test_a_result_tells_the_seed_that_repeats_it(tiny):
+    assert tiny.generate(IDS, max_tokens=1, seed=5).seed == 5
+    drawn = tiny.generate(IDS, max_tokens=8, temperature=3.0, top_k=0, top_p=1.0, ignore_eos=True)
+    again = tiny.generate(IDS, max_tokens=8, temperature=3.0, top_k=0, top_p=1.0, ignore_eos=True, seed=drawn.seed)
+    assert again.token_ids == drawn.token_ids
+
+
+def test_without_a_limit_a_reply_fills_the_context(device):
+    with open_engine(tiny_model(), max_context=24) as engine:
+        reply = engine.generate(IDS, seed=1, ignore_eos=True)
+    assert (reply.completion_tokens, reply.finish_reason) == (24 - len(IDS), "length")
+
+
+def test_the_reading_of_a_prompt_is_reported_by_chunks(device):
+    seen: list[tuple[int, int]] = []
+    prompt = list(range(1, 71))
+    with policy(chunks=((0, 16),), buckets=(8, 16)), open_engine(tiny_model(), max_context=128) as engine:
+        list(engine.stream(prompt, max_tokens=1, on_prompt=lambda done, total: seen.append((done, total))))
+        assert [total for _, total in seen] == [70] * len(seen)
+        done = [done for done, _ in seen]
+        assert done[0] == 0
+        assert done[-1] == 70
+        assert done == sorted(set(done))
+        assert {16, 32, 48, 64} <= set(done)
+        again = [*prompt, 5, 6]
+        list(engine.stream(again, max_tokens=1, on_prompt=lambda done, total: seen.append((done, total))))
+        assert seen[len(done)][0] > 0  # what is reused is done already
+        assert seen[-1] == (72, 72)
 
 
 def test_end_of_sequence_ids_of_the_checkpoint_end_the_reply(tiny):

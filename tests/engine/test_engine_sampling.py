@@ -22,6 +22,7 @@ from lily.engine import Engine
 from lily.errors import DeviceError, InvalidRequestError
 from lily.kernels import OUTPUT_RING
 from lily.run import reply as reply_module
+from lily.sampling import SamplingParams
 
 IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny
 
@@ -141,6 +142,28 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
+# Each makes likelier what was said before, so a few tokens tell.
+ALONE: list[dict[str, Any]] = [
+    {"repetition_penalty": 0.4}, {"presence_penalty": -2.0}, {"frequency_penalty": -2.0}, {"logit_bias": {7: 9.0}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("alone", ALONE, ids=str)
+def test_each_setting_alone_is_not_greedy(alone):
+    assert SamplingParams(temperature=0, seed=0).greedy
+    assert not SamplingParams(temperature=0, seed=0, **alone).greedy
+
+
+@pytest.mark.parametrize("alone", sweep(ALONE, ALONE[0]), ids=str)
+def test_greedy_with_one_setting_alone_follows_the_rule(tiny, stepper, device, alone):
+    n, count = tiny.tokenizer.num_tokens, device.pick(40, 12)
+    prompt = [*IDS, 12, 12]
+    reply = tiny.generate(prompt, temperature=0, max_tokens=count, ignore_eos=True, **alone).token_ids
+    logits = forced_logits(stepper, prompt + reply, len(prompt))[:-1, :n]
+    assert reply == [int(_adjusted(row, prompt, reply[:i], **alone).argmax()) for i, row in enumerate(logits)]
+    assert reply != [int(row.argmax()) for row in logits]  # it made a difference
+
+
 @pytest.mark.parametrize("penalties", sweep(PENALTIES, PENALTIES[1], PENALTIES[6]), ids=str)
 def test_greedy_with_penalties_follows_the_rule(tiny, stepper, device, penalties):
     n = tiny.tokenizer.num_tokens
@@ -159,7 +182,7 @@ def test_greedy_with_penalties_follows_the_rule(tiny, stepper, device, penalties
 
 def test_bias_changes_the_logits_and_nothing_else(tiny, device):
     n, count = tiny.tokenizer.num_tokens, device.pick(20, 4)
-    forced = tiny.generate(IDS, temperature=0, max_tokens=count, ignore_eos=True, logit_bias={500: 1e6})
+    forced = tiny.generate(IDS, temperature=0, max_tokens=count, ignore_eos=True, logit_bias={500: 1e4})
     assert forced.token_ids == [500] * count
     best = tiny.generate(IDS, temperature=0, max_tokens=1, ignore_eos=True).token_ids[0]
     y = current_logits(tiny)[:n].astype(np.float64)
@@ -171,6 +194,15 @@ def test_bias_changes_the_logits_and_nothing_else(tiny, device):
         ).token_ids == [want]
     banned = {int(i): -100.0 for i in np.argsort(-y)[:50]}
     assert not set(_draws(tiny, device.pick(40, 5), logit_bias=banned, top_k=0)) & set(banned)
+
+
+def test_biases_at_the_ends_of_their_range_keep_the_distribution(tiny, device):
+    """The greatest bias leaves the tokens that it allows as likely among each other as their logits say."""
+    n, allowed = tiny.tokenizer.num_tokens, [3, 40, 300, 301, 500, 700, 800, 900]
+    for bias in (dict.fromkeys(allowed, 1e4), {i: -1e4 for i in range(n) if i not in allowed}):
+        drawn = _draws(tiny, device.pick(150, 6), temperature=1.0, top_k=0, top_p=1.0, logit_bias=bias)
+        _assert_drawn(drawn, current_logits(tiny)[:n].astype(np.float64), allowed)
+        assert len(set(drawn)) > device.pick(4, 1)
 
 
 def _draws(engine: Engine, count: int, **sampling: Any) -> list[int]:

@@ -350,6 +350,21 @@ def test_prefill_is_counted_for_its_bucket(capsys: pytest.CaptureFixture[str]) -
     assert report["minimum_bytes"] < report["bytes"]
 
 
+@pytest.mark.parametrize("columns", [64, 80, 200])
+def test_the_table_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    assert run(["plan"]) == 0
+    whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr("lily.cli.plan.terminal_width", lambda stream: columns)
+    assert run(["plan"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    rows = whole.index("")
+    assert max(map(len, table[:rows])) <= columns
+    assert [row.split()[-1] for row in table[:rows]] == [row.split()[-1] for row in whole[:rows]]  # numbers are kept
+    assert table == whole or columns < 80
+
+
 def test_the_table_ends_with_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(["--sample", "--ablate", "overlap"], capsys)
     assert run(["plan", "--sample", "--ablate", "overlap"]) == 0

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,11 +18,19 @@ from lily.cli import run
 NO_END = ["--logit-bias", "4066=-100", "--logit-bias", "4064=-100"]
 
 
-def lily_process(*args: str, **options: Any) -> subprocess.Popen[bytes]:
+def lily_process(*args: str, environment: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+    return python_process("-m", "lily", *args, environment=environment, **options)
+
+
+def python_process(*args: str, environment: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+    """Ctrl-C reaches it, and its output is buffered as for a user, whatever runs the tests."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    # Buffered as for a user, whatever the environment of the tests says.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"TERM": "dumb"}
-    return subprocess.Popen([sys.executable, "-m", "lily", *args], env=environment, **pipes)
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here stays ignored there
+    try:
+        return subprocess.Popen([sys.executable, *args], env={**kept, "TERM": "dumb", **(environment or {})}, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def usage_error(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lily.errors import InvalidRequestError
-from lily.text.stops import MAX_STOP_CHARS, MAX_STOPS, StopMatcher, check_stops
+from lily.text.stops import MAX_STOP_CHARS, MAX_STOPS, StopMatcher, check_stops, stop_ids
 
 
 def cut_whole(text: str, stops: Iterable[str]) -> tuple[str, bool]:
@@ -150,3 +150,10 @@ def test_a_match_ends_the_reply_at_once_though_a_longer_one_could_follow() -> No
     matcher = StopMatcher(["abc", "ab"])
     assert matcher.push("xab") == ("x", True)
     assert matcher.matched == "ab"
+
+
+def test_only_a_stop_that_is_one_hidden_token_is_an_id() -> None:
+    ids = {"<|end|>": 7, "<think>": 8, "word": 9}
+    given_stops = ["a", "<|end|>", "<|end|>\n", "<think>", "word", "<|end|>"]
+    assert stop_ids(given_stops, ids.get, {7, 3}) == (7,)
+    assert stop_ids(None, ids.get, {7}) == ()
