@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 BASE := $(VENV)/.lily-base$(subst /,-,$(PYTHON))
 DEV := $(VENV)/.lily-dev$(subst /,-,$(PYTHON))
 C_FILES = $(shell find $(wildcard lily objc_shim shaders tests bench) \( -name '*.[chm]' -o -name '*.metal' \) \
-	! -name kernel_params.h ! -path 'lily/data/*' | LC_ALL=C sort)
+	! -path 'lily/data/*' ! -name kernel_params.h | LC_ALL=C sort)
 
 .NOTPARALLEL:
 .PHONY: help setup build compile run test test-full lint format bench sdist wheel wheel-macos metallib clean
@@ -90,7 +90,8 @@ metallib: $(BASE)
 	@$(PY) tools/metallib.py
 
 clean:
-	rm -rf build dist lily_engine.egg-info lily/data lily/cpu/kernel_params.h
+	rm -rf build dist lily_engine.egg-info lily/data
 	rm -f lily/metal/*.metallib lily/metal/metallib.stamp
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find lily -name '_*.c' -exec rm -f {} +
 	find lily tests bench \( -name '*.so' -o -name '*.dylib' -o -name '*.pyc' \) -exec rm -f {} +

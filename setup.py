@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent
 CODE_FLAGS = ["-O3", "-std=c11", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 C_FLAGS = [*CODE_FLAGS, "-Wall", "-Wextra", "-Werror=implicit-function-declaration"]
 
-# lily/cpu/isa_NAME*.c: the machines it is compiled for and its extra flags; the longest matching prefix counts.
+# lily/cpu/paths/isa_NAME*.c: the machines it is compiled for and its extra flags; the longest matching prefix counts.
 X86 = ("x86_64", "amd64")
 ARM = ("aarch64", "arm64")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -54,6 +54,9 @@ METAL_LINK_FLAGS = (
     "-Wl,-needed_framework,CoreGraphics",
 )  # fmt: skip
 
+# Headers that the build writes itself; `make clean` removes them with everything else in build/.
+GENERATED = ROOT / "build" / "include"
+
 # Folders of the checkout that the package reads at run time as lily/data/FOLDER.
 SHARED_SOURCES = {"objc_shim": ("lily_device.h",), "shaders": ("*.metal", "*.h")}
 
@@ -62,9 +65,9 @@ LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def machine_sources(folder: Path, machine: str) -> list[tuple[Path, list[str]]]:
-    """C and Objective-C sources of `folder` that belong into a library for `machine`, each with its own flags."""
+    """C and Objective-C sources under `folder` that belong into a library for `machine`, each with its own flags."""
     chosen = []
-    for source in sorted(folder.glob("*.[cm]")):
+    for source in sorted(folder.rglob("*.[cm]")):
         if not source.name.startswith("isa_"):
             chosen.append((source, []))
             continue
@@ -88,15 +91,22 @@ def find_compiler() -> list[str]:
     sys.exit(f"setup.py: no C compiler found (cc, gcc, clang, $CC); install one: {fix}")
 
 
-def write_kernel_params(target: Path) -> None:
-    """Write the C side of the kernel table; an unchanged file keeps its time, so that nothing is recompiled."""
+def generated_headers() -> Path:
+    """The folder with kernel_params.h, the C side of the kernel table, which is up to date afterwards.
+
+    An unchanged file keeps its time, so that nothing is recompiled.
+    """
     spec = importlib.util.spec_from_file_location("_lily_kernels", ROOT / "lily" / "kernels.py")
     kernels = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = kernels
     spec.loader.exec_module(kernels)
-    text = kernels.c_header()
+    target, text = GENERATED / "kernel_params.h", kernels.c_header()
     if not target.exists() or target.read_text() != text:
-        target.write_text(text)
+        GENERATED.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        partial.write_text(text)
+        partial.replace(target)
+    return GENERATED
 
 
 @dataclass
@@ -114,7 +124,7 @@ class Toolchain:
 
     def compile(self, source: Path, flags: list[str], target: Path, newest_header: float) -> None:
         command = [*self.command, *C_FLAGS, *self._system_flags(), *flags, *self.flags]
-        command += ["-I", str(ROOT / "objc_shim"), "-c", str(source)]
+        command += ["-I", str(ROOT / "objc_shim"), "-I", str(GENERATED), "-c", str(source)]
         self._run(command, target, max(source.stat().st_mtime, newest_header))
 
     def link(self, objects: list[Path], target: Path, libraries: tuple[str, ...] = ()) -> None:
@@ -149,28 +159,22 @@ class Toolchain:
 
 
 class DeviceLibrary(Extension):
-    """A shared library that implements objc_shim/lily_device.h, made of the C or Objective-C files of one folder."""
+    """A shared library that implements objc_shim/lily_device.h, made of the C or Objective-C files under one folder."""
 
     def __init__(self, name: str, folder: str, flags: tuple[str, ...] = (), link_flags: tuple[str, ...] = ()) -> None:
-        super().__init__(name, [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).glob("*.[cm]"))])
+        super().__init__(name, [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).rglob("*.[cm]"))])
         self.folder, self.flags, self.link_flags = ROOT / folder, flags, link_flags
 
     def build(self, toolchain: Toolchain, work: Path) -> Path:
         """Compile and link in `work`, where a later build finds what is still current; returns the library."""
-        flags = list(self.flags)
-        if self.folder.name in SHARED_SOURCES:  # which go into the wheel as they are
-            work.mkdir(parents=True, exist_ok=True)
-            write_kernel_params(work / "kernel_params.h")
-            flags += ["-I", str(work)]
-        else:
-            write_kernel_params(self.folder / "kernel_params.h")
-        headers = [*self.folder.glob("*.h"), *(ROOT / "objc_shim").glob("*.h"), *work.glob("*.h")]
+        folders = (self.folder, ROOT / "objc_shim", generated_headers())
+        headers = [path for folder in folders for path in folder.rglob("*.h")]
         newest_header = max(path.stat().st_mtime for path in headers)
         sources = machine_sources(self.folder, toolchain.machine)
         outputs = [work / f"{source.stem}.o" for source, _ in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
-                pool.submit(toolchain.compile, source, [*flags, *own], output, newest_header)
+                pool.submit(toolchain.compile, source, [*self.flags, *own], output, newest_header)
                 for (source, own), output in zip(sources, outputs, strict=True)
             ]
         for job in jobs:
@@ -194,18 +198,19 @@ def default_libraries() -> list[DeviceLibrary]:
 
 
 def cython_modules() -> list[Extension]:
+    """Every _NAME.pyx of the package, as the module that its place in the package says."""
     macros = [("Py_LIMITED_API", "0x030b0000"), ("CYTHON_LIMITED_API", "1")] if LIMITED_API else []
+    sources = [path.relative_to(ROOT) for path in sorted((ROOT / "lily").rglob("_*.pyx"))]
     return [
         Extension(
-            ".".join(source.relative_to(ROOT).with_suffix("").parts),
-            [source.relative_to(ROOT).as_posix()],
-            include_dirs=["objc_shim"],
-            depends=[path.relative_to(ROOT).as_posix() for path in (ROOT / "objc_shim").glob("*.h")],
+            ".".join(source.with_suffix("").parts),
+            [source.as_posix()],
+            include_dirs=["objc_shim", GENERATED.relative_to(ROOT).as_posix()],
             define_macros=macros,
             extra_compile_args=["-O2", "-g0", "-Wno-unused-const-variable"],
             py_limited_api=LIMITED_API,
         )
-        for source in sorted((ROOT / "lily").rglob("_*.pyx"))
+        for source in sources
     ]
 
 
@@ -238,6 +243,8 @@ class BuildExt(build_ext):
 
         translated = cythonize([ext], build_dir="build/cython", language_level=3, quiet=True)
         ext.sources = translated[0].sources
+        # Not known to the sdist, which would take the generated header along.
+        ext.depends = [str(ROOT / "objc_shim" / "lily_device.h"), str(generated_headers() / "kernel_params.h")]
         super().build_extension(ext)
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that move rows: embedding gather, RMSNorm, copies.
+// Kernels that move or scale rows: embed, copy, rmsnorm, last_row, swiglu.
 //
 // Not handled: norms fused into a projection (gemv.h) or a head (gdn.metal, attention_decode.metal).
 
@@ -74,4 +74,14 @@ kernel void last_row(device const Step *step [[buffer(0)]], device const act *x 
     x += uint(step->rows - 1) * p.hidden;
     for (uint i = 4 * thread_index; i < p.hidden; i += 4 * threads)
         *(device act4 *)(y + i) = *(device const act4 *)(x + i);
+}
+
+kernel void swiglu(device const act *gate [[buffer(0)]], device const act *up [[buffer(1)]],
+    device act *y [[buffer(2)]], constant swiglu_params &p [[buffer(3)]], uint m [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
+    if (m >= p.rows) return;
+    for (uint i = thread_index; i < p.n; i += threads) {
+        const uint at = m * p.n + i;
+        y[at] = act(silu(float(gate[at])) * float(up[at]));
+    }
 }

@@ -101,13 +101,3 @@ inline uint choose_expert(device const float *logits, constant moe_gate_up_param
     const float sum = team_sum(sums, t, room);
     if (stores(t, first, GEMV_ROWS, p.n)) y[e * p.n + first + lane / 4] = act(sum);
 }
-
-kernel void swiglu(device const act *gate [[buffer(0)]], device const act *up [[buffer(1)]],
-    device act *y [[buffer(2)]], constant swiglu_params &p [[buffer(3)]], uint m [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
-    if (m >= p.rows) return;
-    for (uint i = thread_index; i < p.n; i += threads) {
-        const uint at = m * p.n + i;
-        y[at] = act(silu(float(gate[at])) * float(up[at]));
-    }
-}

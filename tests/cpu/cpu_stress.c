@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../lily/cpu/cpu.h"
+#include "../lily/cpu/kernels/cpu.h"
 #include "lily_device.h"
 
 #define CHECK(condition) \

@@ -17,8 +17,6 @@ import pytest
 
 from lily.kernels import c_header
 
-SOURCES = ("device", "isa", "kernels", "list", "machine", "memory", "pool")
-
 
 def compile_stress(repository: Path, folder: Path, sanitizer: str) -> Path:
     """The stress program; skips where the compiler or the system has no such sanitizer."""
@@ -32,10 +30,9 @@ def compile_stress(repository: Path, folder: Path, sanitizer: str) -> Path:
     tried = subprocess.run([*compiler, *flags, str(probe), "-o", str(folder / "probe")], capture_output=True)
     if tried.returncode or subprocess.run([*prefix(), str(folder / "probe")], capture_output=True).returncode:
         pytest.skip(f"{compiler[0]} cannot build and run with -fsanitize={sanitizer} here")
-    sources = [
-        repository / "tests" / "cpu" / "cpu_stress.c",
-        *(repository / "lily" / "cpu" / f"{s}.c" for s in SOURCES),
-    ]
+    runtime = sorted((repository / "lily" / "cpu" / "runtime").glob("*.c"))
+    assert runtime
+    sources = [repository / "tests" / "cpu" / "cpu_stress.c", *runtime]
     target = folder / "cpu_stress"
     command = [*compiler, *flags, "-I", str(repository / "objc_shim"), "-I", str(folder), *map(str, sources)]
     subprocess.run([*command, "-o", str(target), "-lm"], check=True)

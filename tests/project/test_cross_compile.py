@@ -83,7 +83,7 @@ def test_cython_modules_compile_without_warnings(target: str, repository: Path, 
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="reads x86-64 code")
 def test_only_code_chosen_at_run_time_depends_on_the_x86_processor(build_rules: ModuleType, tmp_path: Path) -> None:
-    """Files outside of lily/cpu/isa_avx* and isa_amx* hold no AVX instruction, whatever the width."""
+    """Files other than lily/cpu/paths/isa_avx* and isa_amx* hold no AVX instruction, whatever the width."""
     objdump = shutil.which("objdump")
     if objdump is None:
         pytest.skip("no objdump command on this system")

@@ -38,8 +38,9 @@ def missing_tools() -> list[str]:
 def build_server(folder: Path) -> Path:
     """tests/cpu/kernel_server.c with the CPU device's sources, for aarch64."""
     (folder / "kernel_params.h").write_text(c_header())
-    sources = [p for p in (ROOT / "lily" / "cpu").glob("*.c") if not p.name.startswith("isa_")]
-    sources += [ROOT / "lily/cpu/isa_neon.c", ROOT / "lily/cpu/isa_portable.c", ROOT / "tests/cpu/kernel_server.c"]
+    cpu = ROOT / "lily" / "cpu"
+    sources = [*(cpu / "runtime").glob("*.c"), cpu / "paths" / "isa_neon.c", cpu / "paths" / "isa_portable.c"]
+    sources.append(ROOT / "tests" / "cpu" / "kernel_server.c")
     includes = [f"-I{ROOT / 'objc_shim'}", f"-I{folder}"]
 
     def compile_one(source: Path) -> Path:

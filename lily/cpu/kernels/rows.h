@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm and the element-wise helpers around it: rmsnorm, last_row, copy, swiglu.
+// The arithmetic of one row that kernels of several subjects call: norm_row, swiglu_row, gate_row.
 //
-// Not here: the projections that follow a norm (matmul.h), the per-head norms of gdn.h and attention.h, which call
-// norm_row.
-#ifndef LILY_CPU_NORM_H
-#define LILY_CPU_NORM_H
+// Not here: kernels (elementwise.h for those that do nothing else), products (product.h).
+#ifndef LILY_CPU_ROWS_H
+#define LILY_CPU_ROWS_H
 
 #include "cpu.h"
 #include "vec.h"
@@ -49,42 +48,6 @@ SHARED void swiglu_row(const float *gate, const float *up, uint32_t n, float *y)
 // y = x·sigmoid(gate): what attn_prefill and gemv_gated_residual both do to an attention head.
 SHARED void gate_row(const float *x, const float *gate, uint32_t n, float *y) {
     for (uint32_t i = 0; i < n; i += VL) vf_store(y + i, vf_load(x + i) * vf_sigmoid(vf_load(gate + i)));
-}
-
-SHARED void kernel_rmsnorm(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const rmsnorm_params *p = call->params;
-    const Step *step = call->arg[rmsnorm_STEP];
-    const float *x = call->arg[rmsnorm_X], *norm = call->arg[rmsnorm_NORM];
-    float *y = call->arg[rmsnorm_Y];
-    (void)worker;
-    for (uint32_t m = begin; m < end && m < (uint32_t)step->rows; m++)
-        norm_row(x + (size_t)m * p->k, norm, p->k, p->eps, y + (size_t)m * p->k);
-}
-
-SHARED void kernel_last_row(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const last_row_params *p = call->params;
-    const Step *step = call->arg[last_row_STEP];
-    const float *x = call->arg[last_row_X];
-    (void)begin, (void)end, (void)worker;
-    memcpy(call->arg[last_row_Y], x + (size_t)(step->rows - 1) * p->hidden, p->hidden * sizeof *x);
-}
-
-#define COPY_BLOCK 65536
-
-SHARED void kernel_copy(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const copy_params *p = call->params;
-    size_t from = (size_t)begin * COPY_BLOCK, to = (size_t)end * COPY_BLOCK;
-    (void)worker;
-    if (to > p->bytes) to = p->bytes;
-    if (from < to) memcpy((char *)call->arg[copy_DST] + from, (const char *)call->arg[copy_SRC] + from, to - from);
-}
-
-SHARED void kernel_swiglu(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const swiglu_params *p = call->params;
-    const float *gate = call->arg[swiglu_GATE], *up = call->arg[swiglu_UP];
-    float *y = call->arg[swiglu_Y];
-    (void)worker;
-    for (size_t m = begin; m < end && m < p->rows; m++) swiglu_row(gate + m * p->n, up + m * p->n, p->n, y + m * p->n);
 }
 
 #endif

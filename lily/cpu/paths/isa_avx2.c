@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: Apache-2.0
 #define KERNELS cpu_kernels_avx2
-#include "kernel_list.h"
+#include "../kernels/kernel_list.h"

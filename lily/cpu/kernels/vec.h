@@ -7,7 +7,7 @@
 // could round otherwise.  Reductions always run over LANES = 16 partial results, whatever VL is, and end in one fixed
 // tree.  (Across instruction sets results still differ where there is no fused multiply-add.)
 //
-// Subnormal results count as zero: the pool sets flush-to-zero.  Not here: matrix products (matmul.h).
+// Subnormal results count as zero: the pool sets flush-to-zero.  Not here: matrix products (product.h).
 #ifndef LILY_CPU_VEC_H
 #define LILY_CPU_VEC_H
 

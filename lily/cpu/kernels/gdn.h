@@ -3,12 +3,12 @@
 //
 // Decode and prefill share every function that computes something, so a token's result has the same bits on both ways.
 // Channels of a projected row: q[Hk*Dk] | k[Hk*Dk] | v[Hv*Dv], then z[Hv*Dv] | b[Hv] | a[Hv].  Dk and Dv are multiples
-// of 16.  Not here: the projections around the layer (matmul.h).
+// of 16.  Not here: the projections around the layer (gemv.h, gemm.h).
 #ifndef LILY_CPU_GDN_H
 #define LILY_CPU_GDN_H
 
 #include "cpu.h"
-#include "norm.h"
+#include "rows.h"
 #include "vec.h"
 
 #define GDN_MAX_TAPS 8

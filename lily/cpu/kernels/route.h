@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Routing of rows to experts: route_topk and route_group.
 //
-// Not here: the router's projection and the experts (moe.h), which uses route_select as well.
+// Not here: the router's projection and the experts (moe_decode.h, which calls route_select as well; moe_prefill.h).
 #ifndef LILY_CPU_ROUTE_H
 #define LILY_CPU_ROUTE_H
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What this machine can do at most, for `lily doctor`: probe_level, probe_read, probe_matrix.
-// Not here: what a thread or a barrier costs (pool.c); copies (norm.h).
+// Not here: what a thread or a barrier costs (runtime/pool.c); copies (elementwise.h).
 #ifndef LILY_CPU_PROBE_H
 #define LILY_CPU_PROBE_H
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Objects behind lily_device.h that device.c, list.c, kernels.c and memory.c share.
+// Objects behind lily_device.h that device.c, list.c, lookup.c and memory.c share.
 #ifndef LILY_CPU_RUNTIME_H
 #define LILY_CPU_RUNTIME_H
 

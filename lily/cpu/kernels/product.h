@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // From tiles to products: ranges of blocks of a matrix times packed rows, and what is done with a finished tile.
-// Not here: the arithmetic (tile.h), kernels (matmul.h, moe.h).
+// Not here: the arithmetic (tile.h), kernels (gemv.h, gemm.h, moe_*.h).
 #ifndef LILY_CPU_PRODUCT_H
 #define LILY_CPU_PRODUCT_H
 
@@ -26,6 +26,11 @@ typedef struct {
     uint32_t n; // outputs
     epilogue end;
 } product;
+
+INLINE product product_of(const cpu_call *call, int arg, uint32_t n, uint32_t k, epilogue end) {
+    // All matrix kernels have bits and group as their first constants, those of many rows tile_m as their third.
+    return (product){{call->arg[arg], k, (uint32_t)call->constant[0], (uint32_t)call->constant[1]}, n, end};
+}
 
 typedef struct {
     uint8_t *data;

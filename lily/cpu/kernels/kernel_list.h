@@ -1,19 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// All kernels of one instruction-set path.  Each isa_NAME.c includes this once, compiled with its own flags, after
+// All kernels of one instruction-set path.  Each paths/isa_NAME.c includes this once, compiled with its own flags, after
 // defining KERNELS as the name of its list; setup.py knows the flags.
 #ifndef KERNELS
 #error "define KERNELS first"
 #endif
 
-#include "attention.h"
-#include "expanded.h"
+#include "attention_decode.h"
+#include "attention_prefill.h"
+#include "attention_prep.h"
+#include "elementwise.h"
 #include "gdn.h"
-#include "matmul.h"
-#include "moe.h"
-#include "norm.h"
+#include "gemm.h"
+#include "gemv.h"
+#include "logprobs.h"
+#include "moe_decode.h"
+#include "moe_expanded.h"
+#include "moe_prefill.h"
 #include "probe.h"
 #include "route.h"
 #include "sample.h"
+#include "sample_filter.h"
 
 // Name, and the least number of groups that are worth a thread's while.
 // clang-format off

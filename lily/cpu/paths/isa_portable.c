@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: Apache-2.0
 #define KERNELS cpu_kernels_portable
-#include "kernel_list.h"
+#include "../kernels/kernel_list.h"

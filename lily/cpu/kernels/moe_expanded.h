@@ -4,11 +4,11 @@
 //
 // Grids.  expand: one group a row of the stack.  moe_gemm_expanded as moe_gemm_down.
 // Activations stay float32 and weights are rounded to bf16, so results have bits of their own; they do not depend on the
-// number of rows either.  Not here: the block map (route.h), the kernels that these replace (moe.h).
-#ifndef LILY_CPU_EXPANDED_H
-#define LILY_CPU_EXPANDED_H
+// number of rows either.  Not here: the block map (route.h), the kernels that these replace (moe_prefill.h).
+#ifndef LILY_CPU_MOE_EXPANDED_H
+#define LILY_CPU_MOE_EXPANDED_H
 
-#include "moe.h"
+#include "moe_common.h"
 
 typedef uint8_t vb __attribute__((vector_size(VL)));
 typedef vb vb_any __attribute__((aligned(1), may_alias));

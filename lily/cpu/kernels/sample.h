@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// From logits to the next token: argmax, sample_logits, sample_draw, top_logprobs, advance, score_rows; sample_filter is in
-// sample_filter.h.
+// From logits to the next token: argmax, sample_logits, sample_draw, advance.
 //
 // Ids >= Request.vocab are padding: never read, never drawn.  Every "best" is the greatest value, ties to the lower id;
-// where there is no candidate it is (-inf, NO_ID).  Not here: the head's projection (matmul.h), stop strings (host).
+// where there is no candidate it is (-inf, NO_ID).  Not here: the head's projection (gemv.h), the exact filters
+// (sample_filter.h), the greatest few (logprobs.h), stop strings (host).
 #ifndef LILY_CPU_SAMPLE_H
 #define LILY_CPU_SAMPLE_H
 
 #include "cpu.h"
 #include "sample_common.h"
-#include "sample_filter.h"
 #include "vec.h"
-
-INLINE vi not_finite(vf x) { return ((vi)x & 0x7f800000) == 0x7f800000; }
 
 // ---- the greatest of many -------------------------------------------------------------------------------------------
 
@@ -56,44 +53,6 @@ SHARED void kernel_argmax(const cpu_call *call, uint32_t begin, uint32_t end, cp
         best_store(&best, (float *)call->arg[argmax_BEST] + 2 * (size_t)group);
         ((int32_t *)call->arg[argmax_FLAGS])[group] = vi_any(bad);
     }
-}
-
-// ---- sums of exponentials -------------------------------------------------------------------------------------------
-
-INLINE float max_of(const float *x, uint32_t from, uint32_t to) {
-    lanes top = lanes_set(-INFINITY);
-    for (uint32_t i = from; i < to; i += VL) top.part[0] = vf_max(load_ids(x, i, to, -INFINITY), top.part[0]);
-    return lanes_max(top);
-}
-
-// Σ exp(x - top), in float32 over stretches of at most EXP_STRETCH ids, which are added up in double.
-#define EXP_STRETCH 1024
-
-INLINE double exp_total(const float *x, uint32_t from, uint32_t to, float top) {
-    double total = 0;
-    while (from < to) {
-        uint32_t stop = to - from < EXP_STRETCH ? to : from + EXP_STRETCH;
-        lanes sum = lanes_set(0);
-        for (; from < stop; from += LANES) {
-            UNROLL
-            for (uint32_t j = 0; j < LANES / VL; j++)
-                if (from + j * VL < stop) sum.part[j] += vf_exp(load_ids(x, from + j * VL, stop, -INFINITY) - top);
-        }
-        total += lanes_sum(sum);
-        from = stop;
-    }
-    return total;
-}
-
-// log Σ exp from per-group (maximum, sum) pairs, `pitch` floats apart.
-INLINE double log_sum_exp(const float *stats, uint32_t groups, uint32_t pitch) {
-    float top = -INFINITY;
-    double total = 0;
-    for (uint32_t i = 0; i < groups; i++)
-        if (stats[i * pitch] > top) top = stats[i * pitch];
-    for (uint32_t i = 0; i < groups; i++)
-        if (stats[i * pitch + 1] > 0) total += stats[i * pitch + 1] * exp((double)stats[i * pitch] - top);
-    return (double)top + log(total);
 }
 
 // ---- penalties ------------------------------------------------------------------------------------------------------
@@ -208,33 +167,7 @@ SHARED void kernel_sample_draw(const cpu_call *call, uint32_t begin, uint32_t en
     }
 }
 
-// ---- results --------------------------------------------------------------------------------------------------------
-
-// The `want` greatest of x[0..count), greatest first, ties to the lower id; unused places are (-inf, -1).
-INLINE void top_of(const float *x, uint32_t count, uint32_t want, float *values, int32_t *ids) {
-    uint32_t held = 0;
-    for (uint32_t i = 0; i < want; i++) values[i] = -INFINITY, ids[i] = -1;
-    if (want == 0) return;
-    for (uint32_t i = 0; i < count; i += VL) {
-        vf v = load_ids(x, i, count, -INFINITY);
-        if (held == want && !vi_any(v > vf_set(values[want - 1]))) continue;
-        for (uint32_t j = i; j < i + VL && j < count; j++) {
-            if (held == want && !(x[j] > values[want - 1])) continue;
-            uint32_t at = held < want ? held++ : want - 1;
-            for (; at > 0 && x[j] > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
-            values[at] = x[j], ids[at] = (int32_t)j;
-        }
-    }
-}
-
-SHARED void kernel_top_logprobs(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const top_logprobs_params *p = call->params;
-    const Request *r = call->arg[top_logprobs_REQUEST];
-    uint32_t count = (uint32_t)r->vocab < p->count ? (uint32_t)r->vocab : p->count;
-    (void)begin, (void)end, (void)worker;
-    top_of(call->arg[top_logprobs_LOGITS], count, (uint32_t)r->top_logprobs, call->arg[top_logprobs_TOP_VALUES],
-        call->arg[top_logprobs_TOP_IDS]);
-}
+// ---- hand-over --------------------------------------------------------------------------------------------------------
 
 // The token that the groups found, or NO_ID if a flag is set or there is none.
 INLINE int32_t chosen_token(const float *best, const int32_t *flags, uint32_t groups) {
@@ -286,29 +219,6 @@ SHARED void kernel_advance(const cpu_call *call, uint32_t begin, uint32_t end, c
     *(Step *)call->arg[advance_NEXT_STEP] = (Step){position, 1, count, step.stopped || stop};
     // The host reads the ring while later steps run: `count` tells that the entry is complete.
     __atomic_store_n(&out->count, count, __ATOMIC_RELEASE);
-}
-
-SHARED void kernel_score_rows(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const score_rows_params *p = call->params;
-    const uint32_t rows = (uint32_t)((const Step *)call->arg[score_rows_STEP])->rows;
-    const Request *r = call->arg[score_rows_REQUEST];
-    const int32_t *target = call->arg[score_rows_TARGET];
-    const uint32_t vocab = (uint32_t)r->vocab < p->count ? (uint32_t)r->vocab : p->count;
-    (void)worker;
-    for (uint32_t i = begin; i < end && i < p->limit && p->first + i < rows; i++) {
-        const float *logits = (const float *)call->arg[score_rows_LOGITS] + (size_t)i * p->count;
-        size_t m = p->first + i;
-        float *values = (float *)call->arg[score_rows_TOP_LOGPROBS] + m * p->top, stats[2];
-        vi bad = vi_set(0);
-        for (uint32_t j = 0; j < vocab; j += VL) bad |= not_finite(load_ids(logits, j, vocab, 0));
-        stats[0] = max_of(logits, 0, vocab);
-        stats[1] = (float)exp_total(logits, 0, vocab, stats[0]);
-        double total = log_sum_exp(stats, 1, 2);
-        ((float *)call->arg[score_rows_LOGPROBS])[m] = target[m] >= 0 ? (float)(logits[target[m]] - total) : 0;
-        top_of(logits, vocab, p->top, values, (int32_t *)call->arg[score_rows_TOP_IDS] + m * p->top);
-        for (uint32_t j = 0; j < p->top; j++) values[j] = (float)(values[j] - total);
-        ((int32_t *)call->arg[score_rows_FLAGS])[m] = vi_any(bad);
-    }
 }
 
 #endif

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of the CPU device and its runtime (device.c, pool.c) share.
+// What the kernels of the CPU device and its runtime (runtime/device.c, pool.c) share.
 //
 // A dispatch is a grid of groups.  The pool gives each worker ranges of the linear group index
 // x + grid[0]*(y + grid[1]*z); a kernel must compute a group the same way whatever range it comes in.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouped-query attention: attn_decode, attn_decode_prepared, attn_combine (decode), attn_prep, attn_prefill (prefill).
+// Grouped-query attention of a tile of queries over the cache, once for decode and prefill.
 //
 // The queries of a tile (rows × the query heads of one KV head) walk over the cache in pieces, pieces in blocks of
 // ATTN_BLOCK positions.  A block is turned into float32 once for all queries: keys transposed, so that lanes are
@@ -7,12 +7,11 @@
 // a plain sum over positions.  No sum depends on which queries share a tile, so decode and prefill give the same bits.
 // Positions beyond a query's own are never part of a sum, whatever the cache holds there.
 //
-// head dim: a multiple of 16.  Not here: the projections, and the output gate in decode (matmul.h).
-#ifndef LILY_CPU_ATTENTION_H
-#define LILY_CPU_ATTENTION_H
+// head dim: a multiple of 16.  Not here: kernels (attention_decode.h, attention_prefill.h).
+#ifndef LILY_CPU_ATTENTION_TILE_H
+#define LILY_CPU_ATTENTION_TILE_H
 
 #include "cpu.h"
-#include "norm.h"
 #include "vec.h"
 
 #define ATTN_BLOCK 64
@@ -242,195 +241,6 @@ INLINE void attn_merge(float *o, float *max_total, const float *part, const floa
 INLINE void attn_finish(float *o, const float *max_total, uint32_t dim) {
     float inverse = 1.0f / max_total[1];
     for (uint32_t d = 0; d < dim; d += VL) vf_store(o + d, vf_load(o + d) * vf_set(inverse));
-}
-
-// ---- queries, keys, values of a row ---------------------------------------------------------------------------------
-
-typedef struct {
-    uint32_t hq, hkv, dim, rot;
-    float eps;
-    const float *q_norm, *k_norm, *inv_freq;
-} attn_shape;
-
-// Cosines, then sines, of a position's rot/2 angles.  Angles reach 262,143 radians, so this takes the C library's exact
-// argument reduction; never a fast approximation.
-INLINE void attn_angles(const attn_shape *s, int32_t position, float *cos_sin) {
-    uint32_t half = s->rot / 2;
-    for (uint32_t i = 0; i < half; i++) {
-        float angle = (float)position * s->inv_freq[i];
-        cos_sin[i] = cosf(angle);
-        cos_sin[half + i] = sinf(angle);
-    }
-}
-
-// y = RoPE(rmsnorm(x, w)).
-INLINE void attn_head(const attn_shape *s, const float *x, const float *w, const float *cos_sin, float *y) {
-    uint32_t half = s->rot / 2;
-    norm_row(x, w, s->dim, s->eps, y);
-    for (uint32_t i = 0; i < half; i += VL) {
-        uint32_t n = half - i < VL ? half - i : VL;
-        vf c = vf_load_part(cos_sin + i, n, 0), sine = vf_load_part(cos_sin + half + i, n, 0);
-        vf a = vf_load_part(y + i, n, 0), b = vf_load_part(y + half + i, n, 0);
-        vf_store_part(y + i, n, a * c - b * sine);
-        vf_store_part(y + half + i, n, b * c + a * sine);
-    }
-}
-
-INLINE void attn_store(uint16_t *to, const float *x, uint32_t dim) {
-    for (uint32_t d = 0; d < dim; d += VL) vf_store_bf16(to + d, vf_load(x + d));
-}
-
-// Appends KV head `head` of a projected row at `position`; `spare` is room for dim floats.
-INLINE void attn_append(const attn_shape *s, const float *proj, uint32_t head, const float *cos_sin, int32_t position,
-    uint16_t *k, uint16_t *v, float *spare) {
-    const float *key = proj + 2 * (size_t)s->hq * s->dim + (size_t)head * s->dim,
-                *value = key + (size_t)s->hkv * s->dim;
-    size_t at = ((size_t)position * s->hkv + head) * s->dim;
-    attn_head(s, key, s->k_norm, cos_sin, spare);
-    attn_store(k + at, spare, s->dim);
-    attn_store(v + at, value, s->dim);
-}
-
-// ---- kernels --------------------------------------------------------------------------------------------------------
-
-// A piece's partial results for the query heads of one KV head.
-INLINE void attn_decode_piece(
-    attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t index, float *part_o, float *part_ml) {
-    size_t first = (size_t)index * piece;
-    attn_piece(t, c, first, first + piece);
-    memcpy(part_o, t->sum, (size_t)t->rep * t->dim * sizeof *part_o);
-    memcpy(part_ml, t->max_total, 2 * t->rep * sizeof *part_ml);
-}
-
-SHARED void kernel_attn_decode(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const attn_decode_params *p = call->params;
-    const int32_t *constant = call->constant;
-    const attn_shape s = {(uint32_t)constant[attn_decode_C_HQ], (uint32_t)constant[attn_decode_C_HKV],
-        (uint32_t)constant[attn_decode_C_DIM], (uint32_t)constant[attn_decode_C_ROT], p->eps,
-        call->arg[attn_decode_Q_NORM], call->arg[attn_decode_K_NORM], call->arg[attn_decode_INV_FREQ]};
-    const uint32_t position = (uint32_t)((const Step *)call->arg[attn_decode_STEP])->position;
-    const uint32_t pieces = call->grid[0], rep = s.hq / s.hkv;
-    const float *proj = call->arg[attn_decode_PROJ];
-    uint16_t *k = call->arg[attn_decode_K], *v = call->arg[attn_decode_V];
-    float *part_o = call->arg[attn_decode_PART_O], *part_ml = call->arg[attn_decode_PART_ML];
-    size_t tile = attn_tile_floats(rep, s.dim);
-    float *memory = cpu_scratch(worker, (tile + s.dim + s.rot) * sizeof *memory);
-    float *head = memory + tile, *cos_sin = head + s.dim;
-    attn_angles(&s, (int32_t)position, cos_sin);
-    for (uint32_t group = begin; group < end; group++) {
-        uint32_t index = group % pieces, kv = group / pieces;
-        if ((size_t)index * p->piece > position) continue;
-        if (index == position / p->piece) attn_append(&s, proj, kv, cos_sin, (int32_t)position, k, v, head);
-        attn_tile t;
-        attn_tile_init(&t, rep, rep, s.dim, position, memory);
-        for (uint32_t i = 0; i < rep; i++) {
-            attn_head(&s, proj + 2 * ((size_t)kv * rep + i) * s.dim, s.q_norm, cos_sin, head);
-            attn_tile_query(&t, i, head);
-        }
-        attn_cache c = {k + (size_t)kv * s.dim, v + (size_t)kv * s.dim, (size_t)s.hkv * s.dim};
-        size_t at = (size_t)index * s.hq + (size_t)kv * rep;
-        attn_decode_piece(&t, &c, p->piece, index, part_o + at * s.dim, part_ml + 2 * at);
-    }
-}
-
-SHARED void kernel_attn_decode_prepared(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const attn_decode_prepared_params *p = call->params;
-    const uint32_t hq = (uint32_t)call->constant[attn_decode_prepared_C_HQ];
-    const uint32_t hkv = (uint32_t)call->constant[attn_decode_prepared_C_HKV];
-    const uint32_t dim = (uint32_t)call->constant[attn_decode_prepared_C_DIM];
-    const uint32_t position = (uint32_t)((const Step *)call->arg[attn_decode_prepared_STEP])->position;
-    const uint32_t pieces = call->grid[0], rep = hq / hkv;
-    const float *q = call->arg[attn_decode_prepared_Q];
-    const uint16_t *k = call->arg[attn_decode_prepared_K], *v = call->arg[attn_decode_prepared_V];
-    float *part_o = call->arg[attn_decode_prepared_PART_O], *part_ml = call->arg[attn_decode_prepared_PART_ML];
-    float *memory = cpu_scratch(worker, attn_tile_floats(rep, dim) * sizeof *memory);
-    for (uint32_t group = begin; group < end; group++) {
-        uint32_t index = group % pieces, kv = group / pieces;
-        if ((size_t)index * p->piece > position) continue;
-        attn_tile t;
-        attn_tile_init(&t, rep, rep, dim, position, memory);
-        for (uint32_t i = 0; i < rep; i++) attn_tile_query(&t, i, q + ((size_t)kv * rep + i) * dim);
-        attn_cache c = {k + (size_t)kv * dim, v + (size_t)kv * dim, (size_t)hkv * dim};
-        size_t at = (size_t)index * hq + (size_t)kv * rep;
-        attn_decode_piece(&t, &c, p->piece, index, part_o + at * dim, part_ml + 2 * at);
-    }
-}
-
-SHARED void kernel_attn_combine(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const attn_combine_params *p = call->params;
-    const uint32_t hq = (uint32_t)call->constant[attn_combine_C_HQ], dim = (uint32_t)call->constant[attn_combine_C_DIM];
-    const uint32_t pieces = (uint32_t)((const Step *)call->arg[attn_combine_STEP])->position / p->piece + 1;
-    const float *part_o = call->arg[attn_combine_PART_O], *part_ml = call->arg[attn_combine_PART_ML];
-    (void)worker;
-    for (uint32_t h = begin; h < end; h++) {
-        float *o = (float *)call->arg[attn_combine_O] + (size_t)h * dim, max_total[2] = {-INFINITY, 0};
-        memset(o, 0, dim * sizeof *o);
-        for (size_t i = 0; i < pieces; i++)
-            attn_merge(o, max_total, part_o + (i * hq + h) * dim, part_ml + 2 * (i * hq + h), dim);
-        attn_finish(o, max_total, dim);
-    }
-}
-
-SHARED void kernel_attn_prep(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const attn_prep_params *p = call->params;
-    const int32_t *constant = call->constant;
-    const attn_shape s = {(uint32_t)constant[attn_prep_C_HQ], (uint32_t)constant[attn_prep_C_HKV],
-        (uint32_t)constant[attn_prep_C_DIM], (uint32_t)constant[attn_prep_C_ROT], p->eps, call->arg[attn_prep_Q_NORM],
-        call->arg[attn_prep_K_NORM], call->arg[attn_prep_INV_FREQ]};
-    const Step *step = call->arg[attn_prep_STEP];
-    float *spare = cpu_scratch(worker, (s.dim + s.rot) * sizeof *spare), *cos_sin = spare + s.dim;
-    for (uint32_t m = begin; m < end && m < (uint32_t)step->rows; m++) {
-        const float *proj = (const float *)call->arg[attn_prep_PROJ] + (size_t)m * p->pitch;
-        float *q = (float *)call->arg[attn_prep_Q] + (size_t)m * s.hq * s.dim;
-        int32_t position = step->position + (int32_t)m;
-        attn_angles(&s, position, cos_sin);
-        for (size_t h = 0; h < s.hq; h++) attn_head(&s, proj + 2 * h * s.dim, s.q_norm, cos_sin, q + h * s.dim);
-        for (uint32_t h = 0; h < s.hkv; h++)
-            attn_append(&s, proj, h, cos_sin, position, call->arg[attn_prep_K], call->arg[attn_prep_V], spare);
-    }
-}
-
-// One tile: `rows` rows from `row` on, one KV head.  `o` and `max_total` are room for the running result.
-INLINE void attn_prefill_tile(
-    const attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t queries, float *o, float *max_total) {
-    memset(o, 0, (size_t)queries * t->dim * sizeof *o);
-    for (uint32_t i = 0; i < queries; i++) max_total[2 * i] = -INFINITY, max_total[2 * i + 1] = 0;
-    for (size_t first = 0; first <= t->last; first += piece) {
-        attn_piece(t, c, first, first + piece);
-        for (uint32_t i = 0; i < queries; i++)
-            if (t->position + i / t->rep >= first)
-                attn_merge(o + (size_t)i * t->dim, max_total + 2 * i, t->sum + (size_t)i * t->dim, t->max_total + 2 * i,
-                    t->dim);
-    }
-    for (uint32_t i = 0; i < queries; i++) attn_finish(o + (size_t)i * t->dim, max_total + 2 * i, t->dim);
-}
-
-SHARED void kernel_attn_prefill(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const attn_prefill_params *p = call->params;
-    const uint32_t hq = (uint32_t)call->constant[attn_prefill_C_HQ], hkv = (uint32_t)call->constant[attn_prefill_C_HKV];
-    const uint32_t dim = (uint32_t)call->constant[attn_prefill_C_DIM], rep = hq / hkv, most = rep * p->tile_m;
-    const Step *step = call->arg[attn_prefill_STEP];
-    const float *q = call->arg[attn_prefill_Q], *proj = call->arg[attn_prefill_PROJ];
-    const uint16_t *k = call->arg[attn_prefill_K], *v = call->arg[attn_prefill_V];
-    float *out = call->arg[attn_prefill_O];
-    size_t tile = attn_tile_floats(most, dim);
-    float *memory = cpu_scratch(worker, (tile + (size_t)most * (dim + 2)) * sizeof *memory);
-    float *o = memory + tile, *max_total = o + (size_t)most * dim;
-    for (uint32_t group = begin; group < end; group++) {
-        uint32_t row = group % call->grid[0] * p->tile_m, kv = group / call->grid[0], rows = (uint32_t)step->rows;
-        if (row >= rows) continue;
-        rows = rows - row < p->tile_m ? rows - row : p->tile_m;
-        attn_tile t;
-        attn_tile_init(&t, rows * rep, rep, dim, (uint32_t)step->position + row, memory);
-        for (uint32_t i = 0; i < rows * rep; i++)
-            attn_tile_query(&t, i, q + ((size_t)(row + i / rep) * hq + (size_t)kv * rep + i % rep) * dim);
-        attn_cache c = {k + (size_t)kv * dim, v + (size_t)kv * dim, (size_t)hkv * dim};
-        attn_prefill_tile(&t, &c, p->piece, rows * rep, o, max_total);
-        for (uint32_t i = 0; i < rows * rep; i++) {
-            size_t m = row + i / rep, h = (size_t)kv * rep + i % rep;
-            gate_row(o + (size_t)i * dim, proj + m * p->pitch + (2 * h + 1) * dim, dim, out + (m * hq + h) * dim);
-        }
-    }
 }
 
 #endif

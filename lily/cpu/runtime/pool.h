@@ -5,7 +5,7 @@
 #ifndef LILY_CPU_POOL_H
 #define LILY_CPU_POOL_H
 
-#include "cpu.h"
+#include "../kernels/cpu.h"
 
 #define POOL_MAX_THREADS 256
 
