@@ -18,10 +18,6 @@ from lily.plan import Builder, Dispatch, Plan, View, decode_plan, prefill_plan, 
 from lily.plan.memory import ACT_BYTES
 from lily.policy import ABLATIONS, POLICIES, Policy, policy_for
 
-# Kernels that multiply on a GPU's matrix unit, whose operands are bfloat16.
-MATRIX_KERNELS = frozenset(
-    ("gemm", "gemm_swiglu", "gemm_residual", "moe_gemm_gate_up", "moe_gemm_down", "moe_gemm_expanded", "attn_prefill")
-)
 # Paths of the cpu device that round the operands of products with 4-bit matrices to bfloat16.
 ROUNDING_ISAS = ("amx", "avx512bf16")
 
@@ -142,7 +138,7 @@ def _first_of_each(policy: Policy, size: Size) -> dict[tuple[str, str], _Found]:
     for plan, config, rows, long, off in _plans(policy, size):
         for dispatch in plan.dispatches:
             variant = _variant(dispatch, long)
-            if (variant or not long) and (dispatch.kernel.replaces or not off):
+            if (variant or not long) and (dispatch.kernel.ablation or not off):
                 found.setdefault((dispatch.kernel.name, variant), _Found(dispatch, config, rows))
     for name, dispatch in unplanned(size.copied, ACT_BYTES[policy.act]).items():
         found.setdefault((name, ""), _Found(dispatch, size.config, 1))
@@ -190,20 +186,20 @@ def unplanned(nbytes: int = 1 << 16, act: int = 4) -> dict[str, Dispatch]:
     block, side = 1 << 14, 64 * 64
     blocks = -(-nbytes // block)
     made = [
-        _dispatch("copy", (-(-nbytes // 65536),), 256, {"src": nbytes, "dst": nbytes}, bytes=nbytes),
-        _dispatch("probe_level", (1,), 32, {"x": 16}),
-        _dispatch("probe_read", (blocks,), 256, {"src": nbytes, "sums": 4 * blocks}, bytes=nbytes, block=block),
-        _dispatch("probe_matrix", (2,), 128, {"x": side * act, "w": side * act, "y": 2 * side * 4}, rounds=3),
+        _dispatch("copy", (-(-nbytes // 65536),), {"src": nbytes, "dst": nbytes}, bytes=nbytes),
+        _dispatch("probe_level", (1,), {"x": 16}),
+        _dispatch("probe_read", (blocks,), {"src": nbytes, "sums": 4 * blocks}, bytes=nbytes, block=block),
+        _dispatch("probe_matrix", (2,), {"x": side * act, "w": side * act, "y": 2 * side * 4}, rounds=3),
     ]
     return {dispatch.kernel.name: dispatch for dispatch in made}
 
 
-def _dispatch(kernel: str, grid: tuple[int, ...], threads: int, sizes: dict[str, int], **params: int) -> Dispatch:
+def _dispatch(kernel: str, grid: tuple[int, ...], sizes: dict[str, int], **params: int) -> Dispatch:
     row = KERNELS[kernel]
     views = tuple(View(a.name, 0, sizes[a.name]) for a in row.args)
     values = tuple(params[name] for name, _ in row.params)
     x, y, z = (*grid, 1, 1)[:3]
-    return Dispatch(row, kernel, (), views, values, (x, y, z), (threads, 1, 1))
+    return Dispatch(row, kernel, (), views, values, (x, y, z), (row.threads, 1, 1))
 
 
 def describe(dispatch: Dispatch, rows: int, position: int) -> str:

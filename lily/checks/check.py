@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lily.checks.cases import MATRIX_KERNELS, ROUNDING_ISAS, Case, numbers
+from lily.checks.cases import ROUNDING_ISAS, Case, numbers
 from lily.checks.inputs import make_inputs
 from lily.checks.runs import Bench, lacks_room, nbytes
 from lily.checks.values import Array, Value
@@ -82,7 +82,7 @@ def limits_of(case: Case, arg: Arg, act: str, isa: object) -> Limits:
     """(worst, root mean square) relative error of a written argument that rounding explains, on a device whose
     activations are ``act``; ``isa`` is the cpu device's path."""
     parts = [_SINGLE]
-    if (act == "bf16" and case.kernel in MATRIX_KERNELS) or (isa in ROUNDING_ISAS and _multiplies_4_bits(case)):
+    if (act == "bf16" and case.tested.kernel.matrix) or (isa in ROUNDING_ISAS and _multiplies_4_bits(case)):
         parts.append(_OPERANDS)
     if act == "bf16" and arg.dtype == "act":
         parts.append(_STORED)

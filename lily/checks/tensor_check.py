@@ -13,19 +13,20 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lily.checks.cases import MATRIX_KERNELS, SMALL, Size, cases, reference_policy
+from lily.checks.cases import SMALL, Size, cases, reference_policy
 from lily.checks.check import check
 from lily.checks.runs import Bench
 from lily.device.device import Device, open_device
 from lily.device.pipelines import compile_pipelines, pipelines_of
 from lily.errors import DeviceError
+from lily.kernels import KERNELS
 from lily.policy import policy_for
 
 # Attention uses tensor operations at head size 256.
 _SIZE = Size(
     "tensor", replace(SMALL, head_dim=256, rotary_dim=64), context=300, rows=93, bucket=128, copied=1 << 16, tiled=256
 )
-CHECKED = MATRIX_KERNELS - {"moe_gemm_expanded"}  # an off variant
+CHECKED = frozenset(name for name, kernel in KERNELS.items() if kernel.matrix and not kernel.ablation)
 
 
 def open_checked(name: str, **options: Any) -> Device:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from typing import Any
 
-from lily.checks.cases import MATRIX_KERNELS, MEASURED, SIZES, Case, cases, reference_policy
+from lily.checks.cases import MEASURED, SIZES, Case, cases, reference_policy
 from lily.checks.check import check
 from lily.checks.runs import Bench
 from lily.checks.tensor_check import open_checked
@@ -148,7 +148,7 @@ class Examiner:
             self.given_up = self.tested.recover()
 
     def _remedy(self, case: Case, status: str) -> str:
-        if case.kernel in MATRIX_KERNELS and self.device.get("tensor_check", "passed") != "passed":
+        if case.tested.kernel.matrix and self.device.get("tensor_check", "passed") != "passed":
             return _SPARED
         what = "results are wrong: do not trust what this device writes" if status == "fail" else "it does not run"
         return f"{what}; {self._instead()}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lily.checks.cases import MATRIX_KERNELS, Case, numbers
+from lily.checks.cases import Case, numbers
 from lily.checks.inputs import make_inputs
 from lily.checks.runs import Bench, lacks_room, nbytes
 from lily.checks.values import Array, encoded
@@ -48,7 +48,7 @@ def operations(case: Case) -> int:
     p, rows = numbers(case.tested), case.rows
     if case.kernel == "attn_prefill":
         return int(4 * p["hq"] * p["dim"] * sum(case.position + m + 1 for m in range(rows)))
-    if case.kernel not in MATRIX_KERNELS | {"gemm_f32"}:
+    if not case.tested.kernel.matrix and case.kernel != "gemm_f32":
         return 0
     matrices = 2 if case.kernel in ("gemm_swiglu", "moe_gemm_gate_up") else 1
     return int(2 * rows * p.get("active", 1) * matrices * p["n"] * p["k"])

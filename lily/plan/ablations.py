@@ -18,13 +18,13 @@ def routed_experts(b: Builder, w: MoeWeights, x: View, logits: View, act: View, 
     n, a = c.moe_intermediate_size, c.experts_per_token
     normed = prefill.norm_rows(b, x, w.norm, "normed")
     b.dispatch(
-        "route_topk", (1,), 32, step=b.fixed("step.in"), logits=logits, ids=ids, weights=weights,
+        "route_topk", (1,), step=b.fixed("step.in"), logits=logits, ids=ids, weights=weights,
         params={"experts": c.num_experts, "active": a, "renorm": c.norm_topk_prob},
     )  # fmt: skip
     halves = b.act("expert_gate", a, n), b.act("expert_up", a, n)
     for y, first in zip(halves, (0, align(n, p.row_block)), strict=True):
         _expert_rows(b, w.gate_up, normed, ids, y, n, first, broadcast=True)
-    b.dispatch("swiglu", (a,), 256, gate=halves[0], up=halves[1], y=act, params={"n": n, "rows": a})
+    b.dispatch("swiglu", (a,), gate=halves[0], up=halves[1], y=act, params={"n": n, "rows": a})
 
 
 def combined_experts(
@@ -41,7 +41,7 @@ def combined_experts(
         constants=w.shared_down.constants,
     )  # fmt: skip
     b.dispatch(
-        "moe_combine", (1,), 256, step=b.fixed("step.in"), y=y, weights=weights, logits=logits, shared=shared_out, x=x,
+        "moe_combine", (1,), step=b.fixed("step.in"), y=y, weights=weights, logits=logits, shared=shared_out, x=x,
         params={"hidden": h, "experts": c.num_experts, "active": a},
     )  # fmt: skip
 
@@ -69,12 +69,12 @@ def attention_pieces(
     q, step = b.act("q_attention", hq, d), b.fixed("step.in")
     k, v = b.kv(layer, "k"), b.kv(layer, "v")
     b.dispatch(
-        "attn_prep", (1,), 256, step=step, proj=proj, q_norm=w.q_norm, k_norm=w.k_norm, inv_freq=b.weights.inv_freq,
+        "attn_prep", (1,), step=step, proj=proj, q_norm=w.q_norm, k_norm=w.k_norm, inv_freq=b.weights.inv_freq,
         q=q, k=k, v=v, params={"pitch": 2 * hq * d + 2 * hkv * d, "eps": c.rms_norm_eps},
         constants={"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim},
     )  # fmt: skip
     shape = {name: constants[name] for name in ("hq", "hkv", "dim", "pack", "fixed")}
     b.dispatch(
-        "attn_decode_prepared", grid, 256, step=step, q=q, k=k, v=v, part_o=part_o, part_ml=part_ml,
+        "attn_decode_prepared", grid, step=step, q=q, k=k, v=v, part_o=part_o, part_ml=part_ml,
         params={"piece": piece}, constants={**shape, "coalesced": not b.policy.off("coalesced-kv")},
     )  # fmt: skip

@@ -73,13 +73,14 @@ class Builder:
         self._prefix = "" if index is None else f"layers.{index}."
 
     def dispatch(
-        self, kernel: str, grid: tuple[int, ...], threads: int = 1, *, label: str = "",
+        self, kernel: str, grid: tuple[int, ...], threads: int = 0, *, label: str = "",
         constants: dict[str, int] | None = None, params: dict[str, int | float] | None = None, host: bool = False,
         **args: Any,
     ) -> None:  # fmt: skip
         """Records ``kernel`` on a grid of groups; every argument, parameter and constant of its row must be given.
 
-        ``args`` are the row's buffers by name: View, Dense or Matrix.  ``host``: the host runs it, not the device.
+        ``args`` are the row's buffers by name: View, Dense or Matrix.  ``threads`` of a group are given where the row
+        leaves them to the policy.  ``host``: the host runs it, not the device.
         """
         k = KERNELS[kernel]
         constants, params = constants or {}, params or {}
@@ -90,8 +91,9 @@ class Builder:
         ):
             if set(given) != set(wanted):
                 raise ValueError(f"{kernel}: {what} are {sorted(wanted)}, given were {sorted(given)}")
-        if threads > k.max_threads:
-            raise ValueError(f"{kernel}: {threads} threads, allowed are {k.max_threads}")
+        if bool(threads) == bool(k.threads) or threads > k.max_threads:
+            allowed = f"the table says {k.threads}" if k.threads else f"1 to {k.max_threads} are allowed"
+            raise ValueError(f"{kernel}: {threads} threads were given, {allowed}")
         label = self._prefix + (label or kernel)
         legal.check(k, {**params, **constants}, device=self.policy.device, source=self.config.source, label=label)
         views = tuple(v if isinstance(v, View) else v.view for v in (args[a.name] for a in k.args))
@@ -103,7 +105,7 @@ class Builder:
                 views=views,
                 params=tuple(params[n] for n, _ in k.params),
                 grid=(*grid, 1, 1)[:3],  # type: ignore[arg-type]
-                threads=(threads, 1, 1),
+                threads=(threads or k.threads, 1, 1),
                 host=host,
             )
         )

@@ -85,7 +85,7 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
         ablations.attention_pieces(b, layer, w, proj, part_o, part_ml, (pieces, hkv), piece, heads)
     else:
         b.dispatch(
-            "attn_decode", (pieces, hkv), 256, step=b.fixed("step.in"), proj=proj, q_norm=w.q_norm, k_norm=w.k_norm,
+            "attn_decode", (pieces, hkv), step=b.fixed("step.in"), proj=proj, q_norm=w.q_norm, k_norm=w.k_norm,
             inv_freq=b.weights.inv_freq, k=b.kv(layer, "k"), v=b.kv(layer, "v"), part_o=part_o, part_ml=part_ml,
             params={"pitch": pitch, "eps": c.rms_norm_eps, "piece": piece}, constants=heads,
         )  # fmt: skip

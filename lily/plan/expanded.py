@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from lily.plan.builder import Builder, groups
-from lily.plan.tiles import GEMM_THREADS, Tile
+from lily.plan.tiles import Tile
 from lily.plan.views import View
 from lily.plan.weights_map import Matrix, MoeWeights
 
 BF16_BYTES = 2
-EXPAND_THREADS = 128
 
 
 def expanded_experts(
@@ -30,7 +29,7 @@ def expanded_experts(
     halves = b.act("expert_gate", assignments, n), b.act("expert_up", assignments, n)
     for part, half in zip(w.gate_up.parts, halves, strict=True):
         _multiply(b, w.gate_up, dense, part.first, n, x, half, routed, tile, blocks, gather=True)
-    b.dispatch("swiglu", (assignments,), 256, gate=halves[0], up=halves[1], y=act, params={"n": n, "rows": assignments})
+    b.dispatch("swiglu", (assignments,), gate=halves[0], up=halves[1], y=act, params={"n": n, "rows": assignments})
     _multiply(b, w.down, _expand(b, w.down, room), 0, hidden, act, y, routed, tile, blocks, gather=False)
 
 
@@ -42,7 +41,7 @@ def _expand(b: Builder, w: Matrix, room: View) -> View:
     """All experts' rows of ``w``, padding included, at the start of ``room``."""
     dense = room.part(0, _bytes(w))
     b.dispatch(
-        "expand", (w.experts * w.n,), EXPAND_THREADS, w=w, y=dense, params={"experts": w.experts, "n": w.n, "k": w.k},
+        "expand", (w.experts * w.n,), w=w, y=dense, params={"experts": w.experts, "n": w.n, "k": w.k},
         constants=w.constants,
     )  # fmt: skip
     return dense
@@ -56,7 +55,7 @@ def _multiply(
     a, experts = b.config.experts_per_token, w.experts
     hit = min(experts, b.rows * a)
     b.dispatch(
-        "moe_gemm_expanded", (groups(n, tile.n), blocks), GEMM_THREADS, x=x, y=y, **routed,
+        "moe_gemm_expanded", (groups(n, tile.n), blocks), x=x, y=y, **routed,
         w=dense.using(hit * n * w.k * BF16_BYTES),
         params={
             "n": n, "k": w.k, "first": first, "stride": w.n, "experts": experts, "active": a, "gather": gather,

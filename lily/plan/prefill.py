@@ -11,7 +11,7 @@ from typing import Any
 from lily.checkpoint.config import ModelConfig
 from lily.plan.builder import Builder, groups
 from lily.plan.expanded import expanded_experts
-from lily.plan.tiles import GEMM_THREADS, Tile
+from lily.plan.tiles import Tile
 from lily.plan.views import Plan, View
 from lily.plan.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
 
@@ -36,7 +36,7 @@ def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
         score(b, x, score_top)
         return b.finish(f"score-{b.rows}")
     b.dispatch(
-        "last_row", (1,), 256, step=b.fixed("step.in"), x=x, y=b.fixed("hidden"),
+        "last_row", (1,), step=b.fixed("step.in"), x=x, y=b.fixed("hidden"),
         params={"hidden": b.config.hidden_size},
     )  # fmt: skip
     return b.finish(f"prefill-{b.rows}")
@@ -47,7 +47,7 @@ def embed(b: Builder, x: View) -> None:
     table = b.weights.embed
     row = table.view.nbytes // table.n
     b.dispatch(
-        "embed", (b.rows,), 256, step=b.fixed("step.in"), ids=b.fixed("ids.in").using(4 * b.rows),
+        "embed", (b.rows,), step=b.fixed("step.in"), ids=b.fixed("ids.in").using(4 * b.rows),
         table=table.view.using(row * b.rows), x=x,
         params={"hidden": b.config.hidden_size, "vocab": table.n}, constants=table.constants,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def norm_rows(b: Builder, x: View, norm: Dense, name: str) -> View:
     """rmsnorm of every row."""
     h = b.act(name, b.rows, b.config.hidden_size)
     b.dispatch(
-        "rmsnorm", (b.rows,), 256, step=b.fixed("step.in"), x=x, norm=norm, y=h,
+        "rmsnorm", (b.rows,), step=b.fixed("step.in"), x=x, norm=norm, y=h,
         params={"k": b.config.hidden_size, "eps": b.config.rms_norm_eps},
     )  # fmt: skip
     return h
@@ -68,7 +68,7 @@ def project(b: Builder, x: View, segments: tuple[Matrix, ...], y: View, pitch: i
     tile = Tile.dense(b.policy, b.rows)
     for w in segments:
         b.dispatch(
-            "gemm", tile.grid(w.n, b.rows), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
+            "gemm", tile.grid(w.n, b.rows), label=w.parts[0].module.split(".")[-1],
             step=b.fixed("step.in"), x=x, w=w, y=y,
             params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "tile_n": tile.n},
             constants=tile.constants(w),
@@ -82,7 +82,7 @@ def project_f32(
     limit = b.rows if limit is None else limit
     tile = Tile.dense(b.policy, limit)
     b.dispatch(
-        "gemm_f32", tile.grid(w.n, limit), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
+        "gemm_f32", tile.grid(w.n, limit), label=w.parts[0].module.split(".")[-1],
         step=b.fixed("step.in"), x=x, w=w, y=y,
         params={
             "n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "first": first, "limit": limit, "tile_n": tile.n,
@@ -95,7 +95,7 @@ def project_residual(b: Builder, y: View, w: Matrix, x: View) -> None:
     """Rows of ``x`` += W · rows of ``y``."""
     tile = Tile.dense(b.policy, b.rows)
     b.dispatch(
-        "gemm_residual", tile.grid(w.n, b.rows), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
+        "gemm_residual", tile.grid(w.n, b.rows), label=w.parts[0].module.split(".")[-1],
         step=b.fixed("step.in"), y=y, w=w, x=x, params={"n": w.n, "k": w.k, "tile_n": tile.n},
         constants=tile.constants(w),
     )  # fmt: skip
@@ -138,11 +138,11 @@ def gdn_mix(b: Builder, layer: int, w: GdnWeights, proj: View, y: View, pitch: i
         params={"pitch": pitch}, constants=gdn_heads(c, taps=True),
     )  # fmt: skip
     b.dispatch(
-        scan, (hv, parts), 128, step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
+        scan, (hv, parts), step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
         constants=heads,
     )  # fmt: skip
     b.dispatch(
-        "gdn_gate", (m,), 256, step=step, o=o, proj=proj, norm=w.head_norm, y=y,
+        "gdn_gate", (m,), step=step, o=o, proj=proj, norm=w.head_norm, y=y,
         params={"pitch": pitch, "eps": c.rms_norm_eps}, constants=heads,
     )  # fmt: skip
 
@@ -157,12 +157,12 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
     k, v = b.kv(layer, "k"), b.kv(layer, "v")
     project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
     b.dispatch(
-        "attn_prep", (m,), 256, step=step, proj=proj, q_norm=w.q_norm, k_norm=w.k_norm, inv_freq=b.weights.inv_freq,
+        "attn_prep", (m,), step=step, proj=proj, q_norm=w.q_norm, k_norm=w.k_norm, inv_freq=b.weights.inv_freq,
         q=q, k=k, v=v, params={"pitch": pitch, "eps": c.rms_norm_eps},
         constants={"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim},
     )  # fmt: skip
     b.dispatch(
-        "attn_prefill", (groups(m, tile_rows), hkv), 256, step=step, q=q, proj=proj, k=k, v=v, o=o,
+        "attn_prefill", (groups(m, tile_rows), hkv), step=step, q=q, proj=proj, k=k, v=v, o=o,
         params={"pitch": pitch, "piece": piece, "tile_m": tile_rows}, constants={"hq": hq, "hkv": hkv, "dim": d},
     )  # fmt: skip
     project_residual(b, o, w.out_proj, x)
@@ -183,24 +183,24 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
         project_f32(b, normed, router, logits, e + 1)
     pair = Tile.dense(p, m, parts=2)
     b.dispatch(
-        "gemm_swiglu", pair.grid(ns, m), GEMM_THREADS, label="shared_gate_up",
+        "gemm_swiglu", pair.grid(ns, m), label="shared_gate_up",
         step=step, x=normed, w=w.shared_gate_up, y=shared_act,
         params={"n": ns, "k": h, "tile_n": pair.n}, constants=pair.constants(w.shared_gate_up),
     )  # fmt: skip
     b.dispatch(
-        "route_topk", (m,), 32, step=step, logits=logits, ids=ids, weights=weights,
+        "route_topk", (m,), step=step, logits=logits, ids=ids, weights=weights,
         params={"experts": e, "active": a, "renorm": c.norm_topk_prob},
     )  # fmt: skip
     project(b, shared_act, (w.shared_down,), shared, h)
     b.dispatch(
-        "route_group", (1,), 1024, host=p.off("resident-routing"),
+        "route_group", (1,), host=p.off("resident-routing"),
         step=step, ids=ids, offsets=offsets, order=order, blocks=block_map,
         params={"experts": e, "active": a, "tile_m": tile_m, "max_blocks": blocks},
     )  # fmt: skip
     routed: dict[str, Any] = {"step": step, "offsets": offsets, "order": order, "blocks": block_map}
     (expanded_experts if p.off("fused-dequantisation") else routed_experts)(b, w, normed, y, routed, tile_m, blocks)
     b.dispatch(
-        "moe_combine", (m,), 256, step=step, y=y, weights=weights, logits=logits, shared=shared, x=x,
+        "moe_combine", (m,), step=step, y=y, weights=weights, logits=logits, shared=shared, x=x,
         params={"hidden": h, "experts": e, "active": a},
     )  # fmt: skip
 
@@ -217,12 +217,12 @@ def routed_experts(
     pair, single = Tile.of(b.policy, tile_m, parts=2), Tile.of(b.policy, tile_m)
     act, hit = b.act("expert_act", b.rows * a, n), min(e, b.rows * a)
     b.dispatch(
-        "moe_gemm_gate_up", (groups(n, pair.n), blocks), GEMM_THREADS, x=x, y=act, **routed,
+        "moe_gemm_gate_up", (groups(n, pair.n), blocks), x=x, y=act, **routed,
         w=w.gate_up.view.using(hit * w.gate_up.expert_bytes),
         params={"n": n, "k": h, "experts": e, "active": a, "tile_n": pair.n}, constants=pair.constants(w.gate_up),
     )  # fmt: skip
     b.dispatch(
-        "moe_gemm_down", (groups(h, single.n), blocks), GEMM_THREADS, x=act, y=y, **routed,
+        "moe_gemm_down", (groups(h, single.n), blocks), x=act, y=y, **routed,
         w=w.down.view.using(hit * w.down.expert_bytes),
         params={"n": h, "k": n, "experts": e, "active": a, "tile_n": single.n}, constants=single.constants(w.down),
     )  # fmt: skip
@@ -241,6 +241,6 @@ def score(b: Builder, x: View, top: int) -> None:
     for first in range(0, b.rows, limit):
         project_f32(b, normed, b.weights.head, logits, v, first=first, limit=limit)
         b.dispatch(
-            "score_rows", (limit,), 256, step=b.fixed("step.in"), request=b.fixed("request"), logits=logits, **results,
+            "score_rows", (limit,), step=b.fixed("step.in"), request=b.fixed("request"), logits=logits, **results,
             params={"count": v, "top": top, "first": first, "limit": limit},
         )  # fmt: skip

@@ -23,31 +23,31 @@ def sample_plan(b: Builder, *, greedy: bool, logprobs: bool) -> Plan:
     head(b, b.fixed("hidden"), logits)
     if greedy and not logprobs:
         b.dispatch(
-            "argmax", (slices,), 256, request=request, logits=logits, best=m.best, flags=m.flags,
+            "argmax", (slices,), request=request, logits=logits, best=m.best, flags=m.flags,
             params={"slice": p.sample_slice},
         )  # fmt: skip
     else:
         b.dispatch(
-            "sample_logits", (slices,), 256, step=step, request=request, logits=logits, bias_ids=b.fixed("bias.ids"),
+            "sample_logits", (slices,), step=step, request=request, logits=logits, bias_ids=b.fixed("bias.ids"),
             bias_values=b.fixed("bias.values"), history=b.fixed("history"), counts=b.fixed("counts"), y=m.y,
             stats=m.stats, flags=m.flags, params={"slice": p.sample_slice},
         )  # fmt: skip
         if logprobs:
             b.dispatch(
-                "top_logprobs", (1,), 1024, request=request, logits=logits, top_ids=m.top_ids, top_values=m.top_values,
+                "top_logprobs", (1,), request=request, logits=logits, top_ids=m.top_ids, top_values=m.top_values,
                 params={"count": v},
             )  # fmt: skip
         b.dispatch(
-            "sample_filter", (1,), 1024, request=request, y=m.y, stats=m.stats, cut=m.cut,
+            "sample_filter", (1,), request=request, y=m.y, stats=m.stats, cut=m.cut,
             params={"count": v, "groups": slices},
         )  # fmt: skip
         b.dispatch(
-            "sample_draw", (slices,), 256, step=step, request=request, y=m.y, cut=m.cut, best=m.best,
+            "sample_draw", (slices,), step=step, request=request, y=m.y, cut=m.cut, best=m.best,
             params={"slice": p.sample_slice},
         )  # fmt: skip
     # Of `outputs` one entry is written; of `counts` and `logits` one element is used.
     b.dispatch(
-        "advance", (1,), 32, step=step, next_step=b.fixed("step.out"), request=request, best=m.best, flags=m.flags,
+        "advance", (1,), step=step, next_step=b.fixed("step.out"), request=request, best=m.best, flags=m.flags,
         logits=logits.using(4), stats=m.stats, top_ids=m.top_ids, top_values=m.top_values,
         next_ids=b.fixed("ids.out").using(4), history=b.fixed("history").using(4), counts=b.fixed("counts").using(4),
         outputs=b.fixed("outputs").using(200), params={"groups": slices, "logprobs": int(logprobs)},

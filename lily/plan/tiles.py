@@ -12,8 +12,6 @@ from lily.plan.builder import groups
 from lily.plan.weights_map import Matrix
 from lily.policy import Policy
 
-GEMM_THREADS = 128  # PRODUCT_THREADS in shaders/matrix.h
-
 
 @dataclass(frozen=True)
 class Tile:

@@ -60,7 +60,7 @@ def test_shaders_keep_types_and_address_spaces(version: int, act: str) -> None:
 def test_kernels_are_those_of_the_kernel_table(version: int) -> None:
     names = {f.name for f in survey(shader_source(), version).functions if f.is_kernel}
     assert names - set(KERNELS) == set()
-    assert {k.name for k in KERNELS.values() if k.replaces is None} - names == set()
+    assert {k.name for k in KERNELS.values() if k.ablation is None} - names == set()
 
 
 def test_kernels_declare_the_threads_that_the_kernel_table_allows() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from paths import ROOT
 
 from lily.checkpoint.config import ModelConfig, QuantSpec
 from lily.device.device import Device
@@ -55,6 +56,41 @@ def test_arguments_and_constants_fit_the_device_interface():
         assert k.summary
 
 
+def _sections():
+    """(headings of lily/kernels.py as (title, C file, shader file), names of the kernels under each)."""
+    text = (ROOT / "lily" / "kernels.py").read_text(encoding="utf-8")
+    found = re.split(r"^# ---- (\w+): (\S+), (\S+) -+$", text, flags=re.MULTILINE)
+    for title, c, shader, rows in zip(found[1::4], found[2::4], found[3::4], found[4::4], strict=True):
+        yield title, c, shader, re.findall(r'^kernel\(\n    "(\w+)",$', rows, flags=re.MULTILINE)
+
+
+def test_every_kernel_stands_under_a_heading():
+    assert [name for *_, names in _sections() for name in names] == list(KERNELS)
+
+
+@pytest.mark.parametrize(("title", "c", "shader", "names"), [pytest.param(*s, id=s[0]) for s in _sections()])
+def test_a_heading_names_the_files_that_define_its_kernels(title, c, shader, names):
+    assert (c, shader) == (f"lily/cpu/kernels/{title}.h", f"shaders/{title}.metal")
+    functions = set(re.findall(r"^(?:SHARED void|#define) kernel_(\w+)", (ROOT / c).read_text(), flags=re.MULTILINE))
+    kernels = set(
+        re.findall(r"^(?:kernel|\[\[kernel.*\]\]) void (\w+)\(", (ROOT / shader).read_text(), flags=re.MULTILINE)
+    )
+    assert (functions, kernels) == (set(names), set(names))
+
+
+def test_a_launch_names_its_threads_where_the_table_does_not():
+    b = Builder(SMALL, policy_for("metal"))
+    x, y = b.act("x", 128), b.act("y", 128)
+    with pytest.raises(ValueError, match="last_row: 64 threads were given, the table says 256"):
+        b.dispatch("last_row", (1,), 64, step=b.fixed("step.in"), x=x, y=y, params={"hidden": 128})
+    b.dispatch("last_row", (1,), step=b.fixed("step.in"), x=x, y=y, params={"hidden": 128})
+    assert b.dispatches[0].threads == (256, 1, 1)
+    partial = {"part_o": b.f32("part_o", 128), "part_ml": b.f32("part_ml", 8), "o": y, "step": b.fixed("step.in")}
+    for threads in (0, 1025):
+        with pytest.raises(ValueError, match=f"attn_combine: {threads} threads were given, 1 to 1024 are allowed"):
+            b.dispatch("attn_combine", (4,), threads, **partial, params={"piece": 1}, constants={"hq": 4, "dim": 64})
+
+
 def _every_plan(policy):
     for capacity in (policy.kv_step, policy.long_context if policy.long_context < 1 << 40 else 2 * policy.kv_step):
         yield decode_plan(Builder(SMALL, policy, capacity=capacity))
@@ -73,9 +109,9 @@ def test_every_kernel_that_a_cpu_route_asks_for_exists_there():
 
 
 @pytest.mark.parametrize("device", list(POLICIES))
-def test_every_kernel_of_the_table_is_on_a_route_or_replaces_one(device):
+def test_every_kernel_of_the_table_is_on_a_route_or_belongs_to_an_ablation(device):
     used = {d.kernel.name for plan in _every_plan(policy_for(device)) for d in plan.dispatches}
-    assert {k.name for k in KERNELS.values() if k.replaces is None and not k.probe} - used == set()
+    assert {k.name for k in KERNELS.values() if k.ablation is None and not k.probe} - used == set()
     assert not any(KERNELS[name].probe for name in used)
 
 
@@ -83,7 +119,7 @@ def test_every_kernel_of_the_table_is_on_a_route_or_replaces_one(device):
 def test_no_route_exceeds_the_threads_or_grid_of_its_kernel(device):
     for plan in _every_plan(policy_for(device)):
         for d in plan.dispatches:
-            assert d.threads[0] <= d.kernel.max_threads
+            assert d.threads[0] == d.kernel.threads or 0 < d.threads[0] <= d.kernel.max_threads
             assert all(0 < g < 1 << 31 for g in d.grid)
 
 
