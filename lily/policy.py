@@ -104,12 +104,29 @@ class Policy:
             parts *= 2
         return (2 * outputs, 2 * SIMD) if parts == 1 else (outputs, parts * SIMD)
 
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """(outputs, threads) of a group of the head, which has plenty of outputs."""
+        return self.gemv_rows, self.gemv_threads
+
     def moe_down_shape(self, active: int) -> tuple[int, int]:
         """(outputs, threads) of a group of moe_down, whose simdgroups share ``active`` experts and the shared one."""
         if not self.gemv_simdgroups:
             return self.moe_rows, self.gemv_threads
         parts = min(range(1, GEMV_PARTS + 1), key=lambda p: (-(-(active + 1) // p), p))
         return GEMV_ROWS, parts * SIMD
+
+    def gdn_step_threads(self, dk: int, dv: int) -> int:
+        """Threads of a group of gdn_step: a simdgroup holds 32 by 32 elements of the state (gdn_place in gdn.metal)."""
+        return min(512, SIMD * -(-dk // 32) * -(-dv // 32))
+
+    def gdn_conv_threads(self, heads_per_key: int) -> int:
+        """Threads of a group of gdn_conv: a simdgroup for q, one for k, and one for each value head of the key head."""
+        return min(256, SIMD * (2 + heads_per_key))
+
+    def combine_threads(self, head_dim: int) -> int:
+        """Threads of a group of attn_combine: a thread adds up four dims, and several walk over the pieces."""
+        return min(1024, 4 * head_dim)
 
     def gemm_tile(self, rows: int) -> int:
         """Tile rows of a dense GEMM over ``rows`` rows."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lily.checkpoint.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig, QuantSpec
 from lily.kernels import KERNELS
 from lily.plan import Builder, Dispatch, Plan, View, decode_plan, prefill_plan, sample_plan
-from lily.plan.memory import ACT_BYTES
+from lily.plan.weights_map import BYTES
 from lily.policy import ABLATIONS, POLICIES, Policy, policy_for
 
 # Paths of the cpu device that round the operands of products with 4-bit matrices to bfloat16.
@@ -140,7 +140,7 @@ def _first_of_each(policy: Policy, size: Size) -> dict[tuple[str, str], _Found]:
             variant = _variant(dispatch, long)
             if (variant or not long) and (dispatch.kernel.ablation or not off):
                 found.setdefault((dispatch.kernel.name, variant), _Found(dispatch, config, rows))
-    for name, dispatch in unplanned(size.copied, ACT_BYTES[policy.act]).items():
+    for name, dispatch in unplanned(size.copied, BYTES[policy.act]).items():
         found.setdefault((name, ""), _Found(dispatch, size.config, 1))
     return found
 

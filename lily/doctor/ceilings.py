@@ -24,8 +24,8 @@ from lily.checks.cases import unplanned
 from lily.checks.runs import Bench
 from lily.device.device import CommandList
 from lily.errors import DeviceError
-from lily.plan.memory import ACT_BYTES
 from lily.plan.views import Dispatch
+from lily.plan.weights_map import BYTES
 
 ARENA = 256 << 20  # bytes: more than the caches of the machines that Lily runs on
 BUDGET = 0.3  # seconds for one figure, where a run is short enough
@@ -121,7 +121,7 @@ def _copy(bench: Bench, arena: int) -> float:
 def _matrix(bench: Bench) -> float:
     """Rounds are doubled until a run is long enough to be measured."""
     groups = 8 * int(bench.device.info.get("threads", 0)) or _MATRIX_GROUPS
-    act = ACT_BYTES[bench.policy.act]
+    act = BYTES[bench.policy.act]
     one = np.float32(1).view(np.uint32)
     side = 64 * 64
     x = np.full(side, one if act == 4 else one >> 16, np.uint32 if act == 4 else np.uint16).view(np.uint8)

@@ -14,10 +14,9 @@ from lily import structs
 from lily.checkpoint.config import FULL_ATTENTION, ModelConfig
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS, OUTPUT_RING
 from lily.plan.views import View
-from lily.plan.weights_map import WeightsMap, align
+from lily.plan.weights_map import BYTES, WeightsMap, align
 from lily.policy import Policy
 
-ACT_BYTES = {"f32": 4, "bf16": 2}
 SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B
 
 
@@ -31,7 +30,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, policy: Policy) -> StateLayout:
-        conv_bytes = (config.conv_kernel - 1) * config.conv_dim * ACT_BYTES[policy.act]
+        conv_bytes = (config.conv_kernel - 1) * config.conv_dim * BYTES[policy.act]
         s_bytes = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
         conv, recurrent, at = {}, {}, 0
         for i, kind in enumerate(config.layer_types):
@@ -42,9 +41,13 @@ class StateLayout:
                 at = align(at + s_bytes)
         return cls(conv, recurrent, at)
 
-    def views(self, layer: int, slot: str) -> tuple[View, View]:
-        """(conv, recurrent) of ``layer`` in ``slot``: in or out."""
-        return tuple(View(f"state.{slot}", *place[layer]) for place in (self.conv, self.recurrent))  # type: ignore[return-value]
+    def conv_view(self, layer: int, slot: str) -> View:
+        """Convolution rows of ``layer`` in ``slot``: in or out."""
+        return View(f"state.{slot}", *self.conv[layer])
+
+    def recurrent_view(self, layer: int, slot: str) -> View:
+        """Recurrent state of ``layer`` in ``slot``: in or out."""
+        return View(f"state.{slot}", *self.recurrent[layer])
 
 
 def kv_layers(config: ModelConfig) -> list[int]:
@@ -76,7 +79,7 @@ def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str
         "bias.values": MAX_BIAS * 4,
         "history": (capacity + OUTPUT_RING) * 4,
         "counts": config.vocab_size * 4,
-        "hidden": config.hidden_size * ACT_BYTES[policy.act],
+        "hidden": config.hidden_size * BYTES[policy.act],
         "logits": config.vocab_size * 4,
         "sampler": align(config.vocab_size * 4) + align(groups * 16) + align(groups * 8) + align(groups * 4)
         + align(8) + 2 * align(MAX_TOP_LOGPROBS * 4),

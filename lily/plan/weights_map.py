@@ -9,13 +9,15 @@ their own columns.  How the bytes are arranged inside a matrix is the business o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from lily.checkpoint.config import FULL_ATTENTION, ModelConfig, QuantSpec
 from lily.errors import CheckpointError
-from lily.plan.views import View
+from lily.plan.views import Values, View
 from lily.policy import Policy
 
-ALIGN = 256
+ALIGN = 256  # bytes: every view of weights and scratch begins at a multiple
+BYTES = {"f32": 4, "bf16": 2}  # of a number
 
 
 def align(n: int, to: int = ALIGN) -> int:
@@ -38,6 +40,11 @@ class Part:
     first: int
     rows: int
 
+    @property
+    def name(self) -> str:
+        """The last word of the module, for labels."""
+        return self.module.split(".")[-1]
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -57,8 +64,22 @@ class Matrix:
         return self.view.nbytes // self.experts
 
     @property
-    def constants(self) -> dict[str, int]:
+    def name(self) -> str:
+        """That of its first part."""
+        return self.parts[0].name
+
+    def used_by(self, experts: int) -> View:
+        """The view, of which ``experts`` experts at most are read."""
+        return self.view.using(min(experts, self.experts) * self.expert_bytes)
+
+    @property
+    def constants(self) -> Values:
         return {"bits": self.spec.bits, "group": self.spec.group_size}
+
+
+def width(stack: tuple[Matrix, ...]) -> int:
+    """Outputs of a stack, side by side."""
+    return stack[-1].column + stack[-1].n
 
 
 @dataclass(frozen=True)
@@ -128,10 +149,7 @@ class _Placer:
         return v
 
     def dense(self, module: str, *shape: int) -> Dense:
-        n = 4
-        for s in shape:
-            n *= s
-        return Dense(self.view(n), module, shape)
+        return Dense(self.view(prod(shape) * BYTES["f32"]), module, shape)
 
     def matrix(
         self, modules: list[tuple[str, int]], k: int, *, experts: int = 1, column: int = 0, pad: bool = False,

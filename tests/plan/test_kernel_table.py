@@ -82,13 +82,32 @@ def test_a_launch_names_its_threads_where_the_table_does_not():
     b = Builder(SMALL, policy_for("metal"))
     x, y = b.act("x", 128), b.act("y", 128)
     with pytest.raises(ValueError, match="last_row: 64 threads were given, the table says 256"):
-        b.dispatch("last_row", (1,), 64, step=b.fixed("step.in"), x=x, y=y, params={"hidden": 128})
-    b.dispatch("last_row", (1,), step=b.fixed("step.in"), x=x, y=y, params={"hidden": 128})
+        b.dispatch("last_row", (1,), 64, x=x, y=y)
+    b.dispatch("last_row", (1,), x=x, y=y)
     assert b.dispatches[0].threads == (256, 1, 1)
-    partial = {"part_o": b.f32("part_o", 128), "part_ml": b.f32("part_ml", 8), "o": y, "step": b.fixed("step.in")}
+    partial = {"part_o": b.f32("part_o", 128), "part_ml": b.f32("part_ml", 8), "o": y, "piece": 1}
     for threads in (0, 1025):
         with pytest.raises(ValueError, match=f"attn_combine: {threads} threads were given, 1 to 1024 are allowed"):
-            b.dispatch("attn_combine", (4,), threads, **partial, params={"piece": 1}, constants={"hq": 4, "dim": 64})
+            b.dispatch("attn_combine", (4,), threads, **partial)
+
+
+def test_a_launch_gives_what_its_row_names():
+    b = Builder(SMALL, policy_for("metal"))
+    x, y = b.act("x", 128), b.act("y", 128)
+    for given in ({"x": x}, {"x": x, "y": y, "z": y}):
+        with pytest.raises(ValueError, match=re.escape("last_row takes ['hidden', 'step', 'x', 'y'], given were ['x'")):
+            b.dispatch("last_row", (1,), **given)
+    b.dispatch("last_row", (1,), x=x, y=y)
+    (made,) = b.dispatches
+    assert made.views == (b.fixed("step.in"), x, y)
+    assert made.params == (128,)
+
+
+def test_names_of_a_row_differ_from_each_other_and_from_what_a_launch_has_itself():
+    for k in KERNELS.values():
+        names = [*(a.name for a in k.args), *(name for name, _ in k.params), *k.constants]
+        assert len(set(names)) == len(names), k.name
+        assert not set(names) & {"kernel", "grid", "threads", "label", "host"}, k.name
 
 
 def _every_plan(policy):
