@@ -29,6 +29,7 @@ ABLATIONS: dict[str, str] = {
 }
 
 
+NEVER = 1 << 62  # a number of tokens or bytes that nothing reaches
 SIMD = 32  # threads of a simdgroup
 GEMV_ROWS = 8  # rows of a matrix that a simdgroup computes; GEMV_ROWS in shaders/gemv.h
 GEMV_COLUMNS = 512  # columns it takes at a time
@@ -172,8 +173,8 @@ _BUCKETS = (8, 32, 64, 128, 256, 512)
 POLICIES: dict[str, Policy] = {
     "cpu": Policy(
         device="cpu", act="f32", layout="rows16", row_block=16, rows_invariant=True,
-        gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=1 << 30,
-        attention_piece=256, attention_pieces=1 << 62, long_context=1 << 62, long_piece=256, pack=8,
+        gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=NEVER,
+        attention_piece=256, attention_pieces=NEVER, long_context=NEVER, long_piece=256, pack=8,
         gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
         sample_slice=16384, chunks=((0, 512),), calibration_rows=0, buckets=_BUCKETS, kv_step=1024, score_rows=64,
     ),

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from lily.bf16 import bf16_to_f32, f32_to_bf16
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.config import QuantSpec
 from lily.device._pack import pack_rows16
@@ -40,39 +41,17 @@ def load_weights(
     Raises CheckpointError where a tensor cannot be read or represented.
     """
     loader = _Loader(checkpoint, buffers, progress)
-    loader.matrix(weights.embed)
     loader.inverse_frequencies(weights)
-    for layer in weights.layers:
-        for matrix in _matrices(layer):
-            loader.matrix(matrix)
-        for dense in _dense(layer):
-            loader.dense(dense)
-    loader.dense(weights.norm)
-    loader.matrix(weights.head)
+    for tensor in weights.placed:
+        if isinstance(tensor, Matrix):
+            loader.matrix(tensor)
+        else:
+            loader.dense(tensor)
 
 
 def _is_model_norm(module: str) -> bool:
     """Whether Hugging Face stores w of a factor 1 + w here: layer, final, q and k norms, but not GDN's own norm."""
     return module.endswith("norm") and not module.endswith("linear_attn.norm")
-
-
-def _fields(value: Any) -> Iterator[Any]:
-    for name in value.__dataclass_fields__:
-        item = getattr(value, name)
-        if name == "moe":
-            yield from _fields(item)
-        elif isinstance(item, tuple):
-            yield from item
-        else:
-            yield item
-
-
-def _matrices(layer: object) -> Iterator[Matrix]:
-    return (f for f in _fields(layer) if isinstance(f, Matrix))
-
-
-def _dense(layer: object) -> Iterator[Dense]:
-    return (f for f in _fields(layer) if isinstance(f, Dense))
 
 
 class _Loader:
@@ -169,14 +148,3 @@ def pack_matrices(layout: str, words: Any, scales: Any, biases: Any, bits: int, 
     out = np.zeros((count, one), np.uint8)
     _WRITERS[layout](out, words, scales, biases, bits, group)
     return out
-
-
-def f32_to_bf16(x: Any) -> Any:
-    """Bits of bfloat16, rounded to nearest even."""
-    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def bf16_to_f32(bits: Any) -> Any:
-    """float32 values of bfloat16 bits."""
-    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)

@@ -9,7 +9,7 @@ from lily.checkpoint.config import ModelConfig
 from lily.device.device import Device
 from lily.device.host_memory import available_bytes
 from lily.errors import DeviceError, InvalidRequestError
-from lily.plan import Builder, decode_plan, prefill_plan
+from lily.plan import every_plan
 from lily.plan.memory import MemorySum, memory_sum
 from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
@@ -75,11 +75,6 @@ def plan_context(
 
 
 def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, capacity: int) -> int:
-    """Scratch bytes of the plan that needs most: a full chunk, the scoring of one, or decode at full capacity."""
-
-    def builder(rows: int) -> Builder:
-        return Builder(config, policy, rows=rows, capacity=capacity, weights=weights)
-
-    rows = policy.buckets[-1]
-    plans = decode_plan(builder(1)), prefill_plan(builder(rows)), prefill_plan(builder(rows), score_top=0)
+    """Scratch bytes of the plan that needs most; fewer rows need less."""
+    plans = every_plan(config, policy, kv_tokens=(capacity,), rows=policy.buckets[-1:], weights=weights)
     return max(plan.scratch_bytes for plan in plans)

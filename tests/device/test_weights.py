@@ -47,14 +47,14 @@ def load(folder: Path, device: str, fill: int = FILL) -> tuple[Checkpoint, Weigh
 
 
 def parts_of(value: Any) -> Iterator[Matrix | Dense]:
-    """All matrices and dense tensors of a map."""
+    """All matrices and dense tensors of a map, found by its fields."""
     if isinstance(value, (Matrix, Dense)):
         yield value
     elif isinstance(value, tuple):
         for item in value:
             yield from parts_of(item)
     elif hasattr(value, "__dataclass_fields__") and not isinstance(value, View):
-        for name in value.__dataclass_fields__:
+        for name in value.__dataclass_fields__.keys() - {"placed"}:
             yield from parts_of(getattr(value, name))
 
 

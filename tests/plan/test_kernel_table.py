@@ -4,17 +4,17 @@
 import re
 import subprocess
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from paths import ROOT
 
 from lily.checkpoint.config import ModelConfig, QuantSpec
+from lily.checks.inputs import maker_of
 from lily.device.device import Device
 from lily.errors import CheckpointError
 from lily.kernels import KERNELS, STRUCTS, c_header
-from lily.plan import Builder, decode_plan, legal, prefill_plan, sample_plan
-from lily.policy import ABLATIONS, POLICIES, policy_for
+from lily.plan import Builder, decode_plan, every_plan, legal, prefill_plan
+from lily.policy import ABLATIONS, NEVER, POLICIES, policy_for
 from lily.structs import struct_dtype
 
 SMALL = ModelConfig(
@@ -111,12 +111,8 @@ def test_names_of_a_row_differ_from_each_other_and_from_what_a_launch_has_itself
 
 
 def _every_plan(policy):
-    for capacity in (policy.kv_step, policy.long_context if policy.long_context < 1 << 40 else 2 * policy.kv_step):
-        yield decode_plan(Builder(SMALL, policy, capacity=capacity))
-    for rows, top in product(policy.buckets, (None, 4)):
-        yield prefill_plan(Builder(SMALL, policy, rows=rows, capacity=policy.buckets[-1]), score_top=top)
-    for greedy, logprobs in ((True, False), (False, False), (False, True)):
-        yield sample_plan(Builder(SMALL, policy, capacity=policy.kv_step), greedy=greedy, logprobs=logprobs)
+    far = policy.long_context if policy.long_context < NEVER else 2 * policy.kv_step
+    return every_plan(SMALL, policy, kv_tokens=(policy.kv_step, far), score_top=4)
 
 
 def test_every_kernel_that_a_cpu_route_asks_for_exists_there():
@@ -140,6 +136,19 @@ def test_no_route_exceeds_the_threads_or_grid_of_its_kernel(device):
         for d in plan.dispatches:
             assert d.threads[0] == d.kernel.threads or 0 < d.threads[0] <= d.kernel.max_threads
             assert all(0 < g < 1 << 31 for g in d.grid)
+
+
+def test_the_checks_know_what_to_give_every_argument():
+    for k in KERNELS.values():
+        for a in k.args:
+            if a.reads and a.dtype not in ("act", "q", "qrows", "Step", "Request"):
+                assert maker_of(k.name, a.name)
+
+
+def test_an_argument_of_an_unknown_kernel_gets_no_other_kernels_numbers():
+    for name in ("gate", "y", "weights", "ids", "logits"):
+        with pytest.raises(LookupError, match=f"does not say what {name} of new_kernel holds"):
+            maker_of("new_kernel", name)
 
 
 # ---- legal shapes ---------------------------------------------------------------------------------------------------
