@@ -375,13 +375,13 @@ kernel(
 # ---- attention_decode: lily/cpu/kernels/attention_decode.h, shaders/attention_decode.metal --------------------------
 kernel(
     "attn_decode",
-    """attn_prep of one token, and softmax(q·kᵀ/√D)·v over one piece of `piece` positions. Grid: [pieces, Hkv]; pieces
-    that begin beyond the position exit. Partials hold, per piece and query head, the unnormalised float32 sum with its
-    maximum and its sum of exponentials. k and v are rounded to bf16 by everyone; the piece that holds the position
+    """attn_prep of one token, and softmax(q·kᵀ/√D)·v over one split of `split` positions. Grid: [splits, Hkv]; splits
+    that begin beyond the position exit. Partials hold, per split and query head, the unnormalised float32 sum with its
+    maximum and its sum of exponentials. k and v are rounded to bf16 by everyone; the split that holds the position
     stores them.""",
     """step:r:Step proj:r:act[pitch] q_norm:r:f32[D] k_norm:r:f32[D] inv_freq:r:f32[rot/2] k:rw:bf16[n,Hkv,D]
-    v:rw:bf16[n,Hkv,D] part_o:w:f32[pieces,Hq,D] part_ml:w:f32[pieces,Hq,2]""",
-    "pitch:u32 eps:f32 piece:u32",
+    v:rw:bf16[n,Hkv,D] part_o:w:f32[splits,Hq,D] part_ml:w:f32[splits,Hq,2]""",
+    "pitch:u32 eps:f32 split:u32",
     "hq hkv dim rot pack fixed",
     legal=_ATTENTION + " rot%2 rot<=dim",
     gpu=_ATTENTION_GPU,
@@ -389,10 +389,10 @@ kernel(
 )
 kernel(
     "attn_combine",
-    """o[h] = Σ_p exp(m_p-m)·o_p / Σ_p exp(m_p-m)·l_p over the pieces up to Step.position, in order. Grid: one group a
+    """o[h] = Σ_p exp(m_p-m)·o_p / Σ_p exp(m_p-m)·l_p over the splits up to Step.position, in order. Grid: one group a
     head.""",
-    "step:r:Step part_o:r:f32[pieces,Hq,D] part_ml:r:f32[pieces,Hq,2] o:w:act[Hq,D]",
-    "piece:u32",
+    "step:r:Step part_o:r:f32[splits,Hq,D] part_ml:r:f32[splits,Hq,2] o:w:act[Hq,D]",
+    "split:u32",
     "hq dim",
     legal="dim%16",
     gpu=_ATTENTION_GPU,
@@ -400,9 +400,9 @@ kernel(
 kernel(
     "attn_decode_prepared",
     "attn_decode on q prepared by attn_prep, the cache already appended.",
-    """step:r:Step q:r:act[Hq,D] k:r:bf16[n,Hkv,D] v:r:bf16[n,Hkv,D] part_o:w:f32[pieces,Hq,D]
-    part_ml:w:f32[pieces,Hq,2]""",
-    "piece:u32",
+    """step:r:Step q:r:act[Hq,D] k:r:bf16[n,Hkv,D] v:r:bf16[n,Hkv,D] part_o:w:f32[splits,Hq,D]
+    part_ml:w:f32[splits,Hq,2]""",
+    "split:u32",
     "hq hkv dim pack fixed coalesced",
     legal=_ATTENTION,
     gpu=_ATTENTION_GPU,
@@ -413,11 +413,11 @@ kernel(
 # ---- attention_prefill: lily/cpu/kernels/attention_prefill.h, shaders/attention_prefill.metal -----------------------
 kernel(
     "attn_prefill",
-    """o[m,h] = softmax(q·kᵀ/√D over positions ≤ Step.position+m)·v · sigmoid(gate). Positions are visited in pieces of
-    `piece` as attn_decode does and combined in order, so that a row's result does not depend on M.
+    """o[m,h] = softmax(q·kᵀ/√D over positions ≤ Step.position+m)·v · sigmoid(gate). Positions are visited in splits of
+    `split` as attn_decode does and combined in order, so that a row's result does not depend on M.
     Grid: [blocks of tile_m rows, Hkv].""",
     "step:r:Step q:r:act[M,Hq,D] proj:r:act[M,pitch] k:r:bf16[n,Hkv,D] v:r:bf16[n,Hkv,D] o:w:act[M,Hq*D]",
-    "pitch:u32 piece:u32 tile_m:u32",
+    "pitch:u32 split:u32 tile_m:u32",
     "hq hkv dim",
     legal=_ATTENTION,
     gpu=_ATTENTION_GPU,

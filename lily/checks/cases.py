@@ -101,7 +101,7 @@ class Case:
 def reference_policy(tested: Policy) -> Policy:
     """The cpu device's policy, with everything that shows in a kernel's results as ``tested`` has it."""
     shared = (
-        "attention_piece", "attention_pieces", "long_context", "long_piece", "sample_slice", "gemm_tiles", "moe_tiles",
+        "attention_split", "attention_splits", "long_context", "long_split", "sample_slice", "gemm_tiles", "moe_tiles",
         "buckets", "kv_step", "score_rows", "ablate",
     )  # fmt: skip
     return replace(POLICIES["cpu"], **{name: getattr(tested, name) for name in shared})
@@ -154,17 +154,17 @@ def _variant(dispatch: Dispatch, long: bool) -> str:
 
 def _plans(policy: Policy, size: Size) -> Iterator[_Planned]:
     """Every route first, then the ablations, then other tiles."""
-    config, capacity = size.config, policy.kv_capacity(size.context)
+    config, kv_tokens = size.config, policy.kv_tokens(size.context)
 
     def plans(c: ModelConfig, p: Policy) -> Iterator[_Planned]:
         for plan in every_plan(
-            c, p, kv_tokens=(capacity,), rows=(size.bucket,), context=size.context, score_top=_SCORE_TOP
+            c, p, kv_tokens=(kv_tokens,), rows=(size.bucket,), context=size.context, score_top=_SCORE_TOP
         ):
             yield _Planned(plan, c, 1 if plan.name.startswith(("decode", "sample")) else size.rows)
 
     yield from plans(config, policy)
     if policy.long_context <= config.max_position_embeddings:
-        long = Builder(config, policy, capacity=policy.long_context, context=size.context)
+        long = Builder(config, policy, kv_tokens=policy.long_context, context=size.context)
         yield _Planned(decode_plan(long), config, long=True)
     few = replace(config, num_experts=min(_FEW_EXPERTS, config.num_experts))
     for name in ABLATIONS:
@@ -174,7 +174,7 @@ def _plans(policy: Policy, size: Size) -> Iterator[_Planned]:
     for bucket in sorted((b for b in policy.buckets if b <= size.tiled), reverse=True):
         rows = bucket * 3 // 4 - 3  # some tiles are empty, and one is not full
         for p in (policy, replace(policy, ablate=frozenset(("fused-dequantisation",)))):
-            tiles = Builder(config, p, rows=bucket, capacity=capacity, context=size.context)
+            tiles = Builder(config, p, rows=bucket, kv_tokens=kv_tokens, context=size.context)
             yield _Planned(prefill_plan(tiles), config, rows)
 
 

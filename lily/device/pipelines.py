@@ -24,7 +24,7 @@ Pipeline = tuple[Kernel, tuple[int, ...], int]  # with the threads of its larges
 
 def pipelines(config: ModelConfig, policy: Policy, weights: WeightsMap, max_context: int) -> list[Pipeline]:
     """What an engine can need whose context has ``max_context`` tokens at most."""
-    reaches = sorted({min(policy.kv_capacity(1), max_context), max_context})
+    reaches = sorted({min(policy.kv_tokens(1), max_context), max_context})
     plans = every_plan(config, policy, kv_tokens=reaches, weights=weights)
     return pipelines_of(d for plan in plans for d in plan.dispatches)
 

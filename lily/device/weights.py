@@ -8,7 +8,7 @@ Layouts of a quantised matrix [n, k] (MLX words: 32/bits consecutive weights, lo
 ``rows16``  blocks of 16 rows, n padded with zeros; a block holds, per group of columns, (group·bits/32) × 16 words
             (word j of all 16 rows side by side), 16 scales and 16 biases: a vector register takes one word of 16 rows.
 
-Each tensor is read once, by pread, a bounded piece at a time.
+Each tensor is read once, by pread, a bounded part at a time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lily.plan.weights_map import Dense, Matrix, WeightsMap, align, matrix_bytes
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]
 
-_PIECE_BYTES = 32 << 20  # of packed weights that are held in host memory at once
+_PART_BYTES = 32 << 20  # packed weights held in host memory at once, at most
 _STORED = {"U32": np.uint32, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
-_UNSCALED = ("A_log", "dt_bias")  # tensors whose name has no .weight
+_UNSCALED = ("A_log", "dt_bias")  # these tensors have no .weight in their name
 
 
 def load_weights(
@@ -88,7 +88,7 @@ class _Loader:
             write(out, words, scales, biases, m.spec.bits, m.spec.group_size)
 
     def _expert_ranges(self, m: Matrix) -> Iterator[tuple[int, int]]:
-        step = max(1, _PIECE_BYTES // m.expert_bytes)
+        step = max(1, _PART_BYTES // m.expert_bytes)
         for first in range(0, m.experts, step):
             yield first, min(step, m.experts - first)
 

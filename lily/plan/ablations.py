@@ -13,17 +13,17 @@ from lily.plan.views import Values, View
 from lily.plan.weights_map import AttentionWeights, Matrix, MoeWeights
 
 
-def attention_pieces(
-    b: Builder, layer: int, w: AttentionWeights, proj: View, part_o: View, part_ml: View, pieces: int,
+def attention_splits(
+    b: Builder, layer: int, w: AttentionWeights, proj: View, part_o: View, part_ml: View, splits: int,
     shape: Values,
 ) -> None:  # fmt: skip
-    """``attn_decode`` as preparation with append, then the pieces."""
+    """``attn_decode`` as preparation with append, then the splits."""
     c = b.config
     q = b.act("q_attention", c.num_heads, c.head_dim)  # [Hq, D]
     attention_prep(b, layer, w, proj, q)
     b.dispatch(
-        "attn_decode_prepared", (pieces, c.num_kv_heads), q=q, **b.kv(layer), part_o=part_o, part_ml=part_ml, **shape,
-        coalesced=not b.policy.off("coalesced-kv"),
+        "attn_decode_prepared", (splits, c.num_kv_heads), q=q, **b.kv(layer), part_o=part_o, part_ml=part_ml, **shape,
+        coalesced=not b.policy.ablated("coalesced-kv"),
     )  # fmt: skip
 
 

@@ -20,23 +20,23 @@ from lily.policy import Policy
 class Builder:
     """Collects the dispatches of one list.
 
-    ``rows`` is the row bucket, ``capacity`` how many tokens of the KV cache it may use, ``context`` the number
-    of tokens that traffic is counted for.
+    ``rows`` is the row bucket, ``kv_tokens`` how many tokens of the KV cache it may use, ``context`` the number of
+    tokens that traffic is counted for.
     """
 
     def __init__(
-        self, config: ModelConfig, policy: Policy, *, rows: int = 1, capacity: int = 0, context: int | None = None,
+        self, config: ModelConfig, policy: Policy, *, rows: int = 1, kv_tokens: int = 0, context: int | None = None,
         weights: WeightsMap | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.policy, self.rows, self.capacity = config, policy, rows, capacity
-        self.context = capacity if context is None else context
+        self.config, self.policy, self.rows, self.kv_tokens = config, policy, rows, kv_tokens
+        self.context = kv_tokens if context is None else context
         self.weights = weights or map_weights(config, policy)
         self.state = StateLayout.of(config, policy)
         self.act_bytes = BYTES[policy.act]
         self.dispatches: list[Dispatch] = []
         self._scratch: dict[str, View] = {}
         self._scratch_used = 0
-        self._fixed = step_buffers(config, policy, capacity)
+        self._fixed = step_buffers(config, policy, kv_tokens)
         self._same = self._same_everywhere()
         self._prefix = ""
 
@@ -78,9 +78,9 @@ class Builder:
         return View(name, 0, self._fixed[name])
 
     def kv(self, layer: int) -> Values:
-        """K and V caches of ``layer``, [capacity, Hkv, D] bf16: ``context`` rows count as read, ``rows`` as written."""
+        """K and V of ``layer``, [kv_tokens, Hkv, D] bf16: ``context`` rows count as read, ``rows`` as written."""
         row = kv_row_bytes(self.config)
-        whole = (View(f"kv.{layer}.{which}", 0, self.capacity * row) for which in "kv")
+        whole = (View(f"kv.{layer}.{which}", 0, self.kv_tokens * row) for which in "kv")
         k, v = (view.using(self.context * row, self.rows * row) for view in whole)
         return {"k": k, "v": v}
 
@@ -134,7 +134,7 @@ class Builder:
 
     def finish(self, name: str) -> Plan:
         """The scheduled plan."""
-        done = schedule(self.dispatches, every=self.policy.off("overlap"))
+        done = schedule(self.dispatches, every=self.policy.ablated("overlap"))
         buffers: dict[str, int] = {}
         for d in done:
             for v in d.views:

@@ -35,7 +35,7 @@ def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
     y = b.act("mixed", c.value_dim)  # [Hv·Dv]
 
     norm_projection(b, x, w.norm, w.in_proj, proj)
-    if p.off("gdn-fusion"):
+    if p.ablated("gdn-fusion"):
         gdn_mix(b, layer, w, proj, y)
     else:
         threads = p.gdn_step_threads(c.linear_key_head_dim, c.linear_value_head_dim)
@@ -47,27 +47,27 @@ def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
 
 
 def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
-    """x += o_proj · (softmax(q·kᵀ/√D)·v · sigmoid(gate)), the cache read in pieces by groups of their own."""
+    """x += o_proj · (softmax(q·kᵀ/√D)·v · sigmoid(gate)), the cache read in splits by groups of their own."""
     c, p = b.config, b.policy
     hq, hkv, d = c.num_heads, c.num_kv_heads, c.head_dim
-    piece, fixed = p.piece(b.capacity, d, hq // hkv)
-    pieces, used = groups(b.capacity, piece), groups(b.context, piece)
+    split, fixed = p.split(b.kv_tokens, d, hq // hkv)
+    splits, used = groups(b.kv_tokens, split), groups(b.context, split)
     pitch = width(w.in_proj)
     proj = b.act("proj_attention", pitch)  # (q [D] | gate [D]) of each of Hq heads | k [Hkv·D] | v [Hkv·D]
     o = b.act("attended", hq * d)  # [Hq, D]
-    part_o = b.f32("part_o", pieces, hq, d).using(used * hq * d * 4)  # [pieces, Hq, D]
-    part_ml = b.f32("part_ml", pieces, hq, 2).using(used * hq * 2 * 4)  # [pieces, Hq, (maximum, sum)]
+    part_o = b.f32("part_o", splits, hq, d).using(used * hq * d * 4)  # [splits, Hq, D]
+    part_ml = b.f32("part_ml", splits, hq, 2).using(used * hq * 2 * 4)  # [splits, Hq, (maximum, sum)]
 
     norm_projection(b, x, w.norm, w.in_proj, proj)
-    shape: Values = {"piece": piece, "fixed": fixed, "pack": 1 if p.off("gqa-packing") else min(p.pack, hq // hkv)}
-    if p.off("attention-fusion") or p.off("coalesced-kv"):
-        ablations.attention_pieces(b, layer, w, proj, part_o, part_ml, pieces, shape)
+    shape: Values = {"split": split, "fixed": fixed, "pack": 1 if p.ablated("gqa-packing") else min(p.pack, hq // hkv)}
+    if p.ablated("attention-fusion") or p.ablated("coalesced-kv"):
+        ablations.attention_splits(b, layer, w, proj, part_o, part_ml, splits, shape)
     else:
         b.dispatch(
-            "attn_decode", (pieces, hkv), proj=proj, pitch=pitch, q_norm=w.q_norm, k_norm=w.k_norm, **b.kv(layer),
+            "attn_decode", (splits, hkv), proj=proj, pitch=pitch, q_norm=w.q_norm, k_norm=w.k_norm, **b.kv(layer),
             part_o=part_o, part_ml=part_ml, **shape,
         )  # fmt: skip
-    b.dispatch("attn_combine", (hq,), p.combine_threads(d), part_o=part_o, part_ml=part_ml, o=o, piece=piece)
+    b.dispatch("attn_combine", (hq,), p.combine_threads(d), part_o=part_o, part_ml=part_ml, o=o, split=split)
     gemv(b, "gemv_gated_residual", w.out_proj, o=o, proj=proj, x=x)
 
 
@@ -83,7 +83,7 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
 
     norm_projection_f32(b, x, w.norm, w.router, logits)
     gemv(b, "gemv_norm_swiglu", w.shared_gate_up, pair=True, label="shared_gate_up", x=x, norm=w.norm, y=shared)
-    if p.off("expert-fusion"):
+    if p.ablated("expert-fusion"):
         ablations.routed_experts(b, w, x, logits, act, ids, weights)
     else:
         outputs, threads = p.gemv_shape(n, h, pair=True, matrices=a)
@@ -91,7 +91,7 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
             "moe_gate_up", (groups(n, outputs), a), threads, x=x, norm=w.norm, logits=logits, w=w.gate_up.used_by(a),
             act=act, ids=ids, weights=weights, n=n, k=h, rows_per_group=outputs, **w.gate_up.constants,
         )  # fmt: skip
-    if p.off("combine-fusion"):
+    if p.ablated("combine-fusion"):
         ablations.combined_experts(b, w, x, logits, act, ids, weights, shared)
     else:
         outputs, threads = p.moe_down_shape(a)

@@ -26,7 +26,7 @@ def every_plan(
     weights = weights or map_weights(config, policy)
 
     def builder(reserved: int, count: int = 1) -> Builder:
-        return Builder(config, policy, rows=count, capacity=reserved, context=context, weights=weights)
+        return Builder(config, policy, rows=count, kv_tokens=reserved, context=context, weights=weights)
 
     for reserved in kv_tokens:
         yield decode_plan(builder(reserved))

@@ -102,7 +102,7 @@ def gdn_mix(b: Builder, layer: int, w: GdnWeights, proj: View, y: View) -> None:
         "gdn_conv", (hk, groups(m, p.conv_rows)), p.gdn_conv_threads(hv // hk), proj=proj, pitch=pitch,
         conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias, **qkv, **gates, **b.conv_rows(layer),
     )  # fmt: skip
-    if p.off("register-scan"):
+    if p.ablated("register-scan"):
         b.dispatch("gdn_scan_blocked", (hv, 1), **qkv, **gates, **b.recurrent(layer), o=o)
     else:
         b.dispatch("gdn_scan", (hv, groups(dv, p.scan_columns)), **qkv, **gates, **b.recurrent(layer), o=o)

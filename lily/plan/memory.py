@@ -65,8 +65,8 @@ def kv_token_bytes(config: ModelConfig) -> int:
     return 2 * kv_row_bytes(config) * len(kv_layers(config))
 
 
-def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str, int]:
-    """Bytes of the small buffers of a sequence; ``capacity`` is that of the KV cache in tokens."""
+def step_buffers(config: ModelConfig, policy: Policy, kv_tokens: int) -> dict[str, int]:
+    """Bytes of the small buffers of a sequence; ``kv_tokens`` is that of the KV cache in tokens."""
     groups = -(-config.vocab_size // policy.sample_slice)
     return {
         "step.in": structs.STEP.itemsize,
@@ -77,7 +77,7 @@ def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str
         "outputs": structs.OUTPUT.itemsize * OUTPUT_RING,
         "bias.ids": MAX_BIAS * 4,
         "bias.values": MAX_BIAS * 4,
-        "history": (capacity + OUTPUT_RING) * 4,
+        "history": (kv_tokens + OUTPUT_RING) * 4,
         "counts": config.vocab_size * 4,
         "hidden": config.hidden_size * BYTES[policy.act],
         "logits": config.vocab_size * 4,
@@ -103,10 +103,10 @@ class MemorySum:
 
 
 def memory_sum(
-    config: ModelConfig, policy: Policy, weights: WeightsMap, *, capacity: int, scratch: int, snapshots: int = 0
+    config: ModelConfig, policy: Policy, weights: WeightsMap, *, kv_tokens: int, scratch: int, snapshots: int = 0
 ) -> MemorySum:
-    """The sum for a KV cache of ``capacity`` tokens; ``scratch`` is the largest of the plans'."""
+    """The sum for a KV cache of ``kv_tokens`` tokens; ``scratch`` is the largest of the plans'."""
     state = StateLayout.of(config, policy).nbytes
     per_token = kv_token_bytes(config)
-    small = sum(step_buffers(config, policy, capacity).values())
-    return MemorySum(weights.nbytes, 2 * state, per_token, per_token * capacity, scratch + small, snapshots * state)
+    small = sum(step_buffers(config, policy, kv_tokens).values())
+    return MemorySum(weights.nbytes, 2 * state, per_token, per_token * kv_tokens, scratch + small, snapshots * state)

@@ -62,7 +62,7 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
     """x += o_proj · (softmax(q·kᵀ/√D)·v · sigmoid(gate))."""
     c, p, m = b.config, b.policy, b.rows
     hq, hkv, d = c.num_heads, c.num_kv_heads, c.head_dim
-    piece, _ = p.piece(b.capacity, d, hq // hkv)
+    split, _ = p.split(b.kv_tokens, d, hq // hkv)
     tile_rows = p.attention_rows(hq // hkv)
     pitch = width(w.in_proj)
     proj = b.act("proj_attention", m, pitch)  # [M, (q [D] | gate [D]) of each of Hq heads | k [Hkv·D] | v [Hkv·D]]
@@ -72,7 +72,7 @@ def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
     project(b, norm_rows(b, x, w.norm), w.in_proj, proj, pitch)
     attention_prep(b, layer, w, proj, q)
     b.dispatch(
-        "attn_prefill", (groups(m, tile_rows), hkv), q=q, proj=proj, pitch=pitch, **b.kv(layer), o=o, piece=piece,
+        "attn_prefill", (groups(m, tile_rows), hkv), q=q, proj=proj, pitch=pitch, **b.kv(layer), o=o, split=split,
         tile_m=tile_rows,
     )  # fmt: skip
     gemm(b, "gemm_residual", w.out_proj, y=o, x=x)
@@ -99,11 +99,11 @@ def moe(b: Builder, w: MoeWeights, x: View) -> None:
     choose_experts(b, logits, ids, weights)
     project(b, shared_act, (w.shared_down,), shared, h)
     b.dispatch(
-        "route_group", (1,), host=p.off("resident-routing"), ids=ids, offsets=offsets, order=order, blocks=block_map,
-        tile_m=tile_m, max_blocks=blocks,
+        "route_group", (1,), host=p.ablated("resident-routing"), ids=ids, offsets=offsets, order=order,
+        blocks=block_map, tile_m=tile_m, max_blocks=blocks,
     )  # fmt: skip
     routed = Routed(offsets, order, block_map, blocks, tile_m)
-    if p.off("fused-dequantisation"):
+    if p.ablated("fused-dequantisation"):
         expanded_experts(b, w, normed, y, routed)
     else:
         routed_experts(b, w, normed, y, routed)

@@ -50,8 +50,8 @@ def plan_report(
     weights = map_weights(config, policy)
 
     def builder() -> Builder:
-        capacity = policy.kv_capacity(context)
-        return Builder(config, policy, rows=bucket, capacity=capacity, context=context, weights=weights)
+        kv_tokens = policy.kv_tokens(context)
+        return Builder(config, policy, rows=bucket, kv_tokens=kv_tokens, context=context, weights=weights)
 
     if phase == "decode":
         plans = [decode_plan(builder()), sample_plan(builder(), greedy=greedy, logprobs=False)]

@@ -49,7 +49,7 @@ def plan_context(
     scratch = largest_scratch(config, policy, weights, max_context or config.max_position_embeddings)
 
     def needed(tokens: int) -> MemorySum:
-        return memory_sum(config, policy, weights, capacity=tokens, scratch=scratch, snapshots=SNAPSHOTS)
+        return memory_sum(config, policy, weights, kv_tokens=tokens, scratch=scratch, snapshots=SNAPSHOTS)
 
     limit = config.max_position_embeddings
     if max_context is not None and not 2 <= max_context <= limit:
@@ -74,7 +74,7 @@ def plan_context(
     return tokens, needed(tokens)
 
 
-def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, capacity: int) -> int:
+def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, kv_tokens: int) -> int:
     """Scratch bytes of the plan that needs most; fewer rows need less."""
-    plans = every_plan(config, policy, kv_tokens=(capacity,), rows=policy.buckets[-1:], weights=weights)
+    plans = every_plan(config, policy, kv_tokens=(kv_tokens,), rows=policy.buckets[-1:], weights=weights)
     return max(plan.scratch_bytes for plan in plans)

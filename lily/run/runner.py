@@ -126,7 +126,7 @@ class Runner:
         """
         if tokens <= self._capacity:
             return
-        capacity = max(tokens, min(self.policy.kv_capacity(tokens), self.max_context))
+        capacity = max(tokens, min(self.policy.kv_tokens(tokens), self.max_context))
         row, used = kv_row_bytes(self.config), len(self.tokens)
         sizes = {f"kv.{layer}.{which}": capacity * row for layer in kv_layers(self.config) for which in "kv"}
         sizes["history"] = step_buffers(self.config, self.policy, capacity)["history"]
@@ -178,7 +178,7 @@ class Runner:
     def _plan(self, key: _Key) -> Plan:
         if key not in self._plans:
             kind, rows, option, reach = key
-            b = Builder(self.config, self.policy, rows=rows, capacity=reach, weights=self.weights)
+            b = Builder(self.config, self.policy, rows=rows, kv_tokens=reach, weights=self.weights)
             if kind == "decode":
                 self._plans[key] = decode_plan(b)
             elif kind == "sample":
@@ -213,7 +213,7 @@ class Runner:
         Hence the reach follows from the position and not from the cache, which is as large as an earlier request
         needed (architecture.md, Reuse).
         """
-        return _Key("decode", 1, 0, min(self.policy.kv_capacity(len(self.tokens) + 1), self.max_context))
+        return _Key("decode", 1, 0, min(self.policy.kv_tokens(len(self.tokens) + 1), self.max_context))
 
     def _sample_key(self) -> _Key:
         return _Key("sample", 1, self._sampling, self._capacity)
@@ -331,7 +331,7 @@ class Runner:
         """
         self._limit, self._produced = limit, 0
         prompt = len(self.tokens) + len(chunk)
-        self.reserve(min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
+        self.reserve(min(prompt + limit, self.policy.kv_tokens(prompt + 1)))
         fill_request(
             self._buffers["request"].array(structs.REQUEST)[0], self._buffers["bias.ids"].array(np.int32),
             self._buffers["bias.values"].array(np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
@@ -348,7 +348,7 @@ class Runner:
         decode, sample = self._lists(key, self._sample_key())
         room = key.reach - len(self.tokens)  # the first token of a request needs none
         handles = [[item.handle for item in (decode[slot], sample[slot])] for slot in (0, 1)]
-        depth = 1 if self.policy.off("handoff") else 2
+        depth = 1 if self.policy.ablated("handoff") else 2
         first = 1 if self._produced == 0 else 0
         self._burst = min(limit, room + first)
         self._pipeline.begin(handles[0], handles[1], self._slot, depth, self._produced, self._burst)

@@ -85,7 +85,7 @@ def test_a_launch_names_its_threads_where_the_table_does_not():
         b.dispatch("last_row", (1,), 64, x=x, y=y)
     b.dispatch("last_row", (1,), x=x, y=y)
     assert b.dispatches[0].threads == (256, 1, 1)
-    partial = {"part_o": b.f32("part_o", 128), "part_ml": b.f32("part_ml", 8), "o": y, "piece": 1}
+    partial = {"part_o": b.f32("part_o", 128), "part_ml": b.f32("part_ml", 8), "o": y, "split": 1}
     for threads in (0, 1025):
         with pytest.raises(ValueError, match=f"attn_combine: {threads} threads were given, 1 to 1024 are allowed"):
             b.dispatch("attn_combine", (4,), threads, **partial)
@@ -198,14 +198,14 @@ def test_a_model_that_the_kernels_cannot_take_is_refused_by_name(changes, device
     config = replace(SMALL, **changes, source="folder/config.json")
     policy = policy_for(device)
     with pytest.raises(CheckpointError, match=re.escape(f"folder/config.json: {words}")):
-        decode_plan(Builder(config, policy, capacity=policy.kv_step))
+        decode_plan(Builder(config, policy, kv_tokens=policy.kv_step))
 
 
 def test_what_is_illegal_on_a_gpu_runs_on_the_cpu():
     for changes in ({"num_experts": 300}, {"head_dim": 96}, {"linear_key_head_dim": 48}):
         config, policy = replace(SMALL, **changes), policy_for("cpu")
-        decode_plan(Builder(config, policy, capacity=policy.kv_step))
-        prefill_plan(Builder(config, policy, rows=8, capacity=policy.kv_step))
+        decode_plan(Builder(config, policy, kv_tokens=policy.kv_step))
+        prefill_plan(Builder(config, policy, rows=8, kv_tokens=policy.kv_step))
 
 
 @pytest.mark.parametrize(
@@ -236,4 +236,4 @@ def test_a_rule_that_cannot_be_read_is_an_error(text):
 def test_tiles_that_a_policy_gets_wrong_are_its_own_fault():
     policy = replace(policy_for("metal"), gemm_tiles=((0, 24),))
     with pytest.raises(ValueError, match="gemm: tile_m is 24, the kernel takes 16, 32 or 64"):
-        prefill_plan(Builder(SMALL, policy, rows=8, capacity=policy.kv_step))
+        prefill_plan(Builder(SMALL, policy, rows=8, kv_tokens=policy.kv_step))

@@ -30,36 +30,36 @@ def layer_of(shape: Shape, position: int, seed: int = 0) -> Layer:
     return layer
 
 
-def decode(layer: Layer, piece: int = 256, threads: int = 256, pack: int = 4, fixed: int = 0, **options: Any) -> Run:
+def decode(layer: Layer, split: int = 256, threads: int = 256, pack: int = 4, fixed: int = 0, **options: Any) -> Run:
     s, at = layer.shape, layer.position
-    pieces = -(-len(layer.k) // piece) + 1
+    splits = -(-len(layer.k) // split) + 1
     args = {
         "step": step(at), "proj": bf16(layer.proj[0]), "q_norm": layer.q_norm, "k_norm": layer.k_norm,
         "inv_freq": layer.inv_freq, "k": layer.k.view(ml_dtypes.bfloat16), "v": layer.v.view(ml_dtypes.bfloat16),
-        "part_o": np.zeros((pieces, s.hq, s.dim), np.float32), "part_ml": np.zeros((pieces, s.hq, 2), np.float32),
+        "part_o": np.zeros((splits, s.hq, s.dim), np.float32), "part_ml": np.zeros((splits, s.hq, 2), np.float32),
     }  # fmt: skip
     out = run(
-        "attn_decode", args, {"pitch": s.pitch, "eps": EPS, "piece": piece},
-        {**s.heads, "rot": s.rot, "pack": pack, "fixed": fixed}, grid=(pieces, s.hkv), threads=(threads,), **options,
+        "attn_decode", args, {"pitch": s.pitch, "eps": EPS, "split": split},
+        {**s.heads, "rot": s.rot, "pack": pack, "fixed": fixed}, grid=(splits, s.hkv), threads=(threads,), **options,
     )  # fmt: skip
-    used = at // piece + 1
+    used = at // split + 1
     assert np.isfinite(out["part_o"][:used]).all()
-    assert np.isnan(out["part_o"][used:]).all(), "a piece beyond the position was written"
+    assert np.isnan(out["part_o"][used:]).all(), "a split beyond the position was written"
     return out
 
 
-def merged(part_o: Array, part_ml: Array, pieces: int) -> Array:
+def merged(part_o: Array, part_ml: Array, splits: int) -> Array:
     """What attn_combine has to do, in float64."""
-    o, ml = part_o[:pieces].astype(np.float64), part_ml[:pieces].astype(np.float64)
+    o, ml = part_o[:splits].astype(np.float64), part_ml[:splits].astype(np.float64)
     w = np.exp(ml[..., 0] - ml[..., 0].max(0))
     return (w[..., None] * o).sum(0) / (w * ml[..., 1]).sum(0)[:, None]
 
 
-def check_decode(layer: Layer, piece: int = 256, **options: Any) -> Run:
+def check_decode(layer: Layer, split: int = 256, **options: Any) -> Run:
     """The appended rows, everything else of the cache untouched, and the attended values."""
     at = layer.position
     q, k, v = prepared(layer)
-    out = decode(layer, piece, **options)
+    out = decode(layer, split, **options)
     np.testing.assert_array_equal(out["v"][at], bf16(v[0]))
     np.testing.assert_allclose(out["k"][at].astype(np.float64), k[0], rtol=2.0**-8 + 1e-6 * SLACK, atol=2e-6 * SLACK)
     for name, before in (("k", layer.k), ("v", layer.v)):
@@ -67,7 +67,7 @@ def check_decode(layer: Layer, piece: int = 256, **options: Any) -> Run:
         assert same_bits(after[:at], before[:at])
         assert same_bits(after[at + 1 :], before[at + 1 :])
     want = attend(q, out["k"].view(np.uint16), out["v"].view(np.uint16), at)[0]
-    got = merged(out["part_o"], out["part_ml"], at // piece + 1)
+    got = merged(out["part_o"], out["part_ml"], at // split + 1)
     np.testing.assert_allclose(got, want, rtol=2e-5 * SLACK, atol=1e-5 * SLACK)
     return out
 
@@ -97,27 +97,27 @@ def test_longer_contexts(position: int) -> None:
 
 @pytest.mark.parametrize("position", [32_766, 32_767, 32_768])
 def test_contexts_around_32768(position: int) -> None:
-    check_decode(layer_of(Shape(1, 1, 64, 16), position), piece=512, threads=128, pack=1, fixed=1)
+    check_decode(layer_of(Shape(1, 1, 64, 16), position), split=512, threads=128, pack=1, fixed=1)
 
 
 @pytest.mark.parametrize("position", [1022, 1023, 1024, 1025, 1279, 2500])
 def test_fixed_blocks_equal_the_general_layout(position: int) -> None:
     shape = Shape(8, 1, 256, 64)
     layer = layer_of(shape, position)
-    fixed = check_decode(layer, piece=1024, fixed=1)
-    general = decode(layer, piece=1024, fixed=0)
+    fixed = check_decode(layer, split=1024, fixed=1)
+    general = decode(layer, split=1024, fixed=0)
     for name in ("part_o", "part_ml", "k", "v"):
         assert same_result(fixed[name], general[name])
 
 
-@pytest.mark.parametrize("piece", [64, 100, 256, 512])
-def test_pieces_of_any_length(piece: int) -> None:
-    check_decode(layer_of(NARROW, 530), piece=piece, pack=2)
+@pytest.mark.parametrize("split", [64, 100, 256, 512])
+def test_splits_of_any_length(split: int) -> None:
+    check_decode(layer_of(NARROW, 530), split=split, pack=2)
 
 
-def test_partials_are_those_of_their_piece() -> None:
+def test_partials_are_those_of_their_split() -> None:
     layer = layer_of(NARROW, 300)
-    out = decode(layer, piece=128, pack=2)
+    out = decode(layer, split=128, pack=2)
     q, _, _ = prepared(layer)
     k, v = (from_bf16(out[n].view(np.uint16)).astype(np.float64)[:, 0] for n in "kv")
     for i in range(3):
@@ -133,16 +133,16 @@ def test_partials_are_those_of_their_piece() -> None:
 def test_rope_is_exact_at_the_last_position() -> None:
     """Pair 0 turns by 262,143 radians: an argument reduction in float32 would be off by 1e-2."""
     shape = Shape(1, 1, 64, 64)
-    position, piece = 262_143, 64
+    position, split = 262_143, 64
     layer = layer_of(shape, position)
-    pieces = position // piece + 1
+    splits = position // split + 1
     args = {
         "step": step(position), "proj": bf16(layer.proj[0]), "q_norm": layer.q_norm, "k_norm": layer.k_norm,
         "inv_freq": layer.inv_freq, "k": layer.k.view(ml_dtypes.bfloat16), "v": layer.v.view(ml_dtypes.bfloat16),
-        "part_o": np.zeros((pieces, 1, 64), np.float32), "part_ml": np.zeros((pieces, 1, 2), np.float32),
+        "part_o": np.zeros((splits, 1, 64), np.float32), "part_ml": np.zeros((splits, 1, 2), np.float32),
     }  # fmt: skip
     layer.k[position - 63 : position], layer.v[position - 63 : position] = 0, 0
-    out = run_last_piece(args, shape, piece, pieces)
+    out = run_last_split(args, shape, split, splits)
     q, k, _ = prepared(layer)
     np.testing.assert_allclose(
         out["k"][position].astype(np.float64), k[0], rtol=2.0**-8 + 1e-6 * SLACK, atol=2e-6 * SLACK
@@ -152,10 +152,10 @@ def test_rope_is_exact_at_the_last_position() -> None:
     np.testing.assert_allclose(out["part_ml"][-1, 0, 0], max(score, 0), rtol=1e-5)
 
 
-def run_last_piece(args: dict[str, Array], shape: Shape, piece: int, pieces: int) -> Run:
+def run_last_split(args: dict[str, Array], shape: Shape, split: int, splits: int) -> Run:
     constants = {**shape.heads, "rot": shape.rot, "pack": 1, "fixed": 0}
-    params = {"pitch": shape.pitch, "eps": EPS, "piece": piece}
-    return run("attn_decode", args, params, constants, grid=(pieces, 1), threads=(32,))
+    params = {"pitch": shape.pitch, "eps": EPS, "split": split}
+    return run("attn_decode", args, params, constants, grid=(splits, 1), threads=(32,))
 
 
 def test_great_scores_do_not_overflow() -> None:
@@ -172,8 +172,8 @@ def test_great_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_checked_in_every_lane_order(order: str) -> None:
     check_decode(layer_of(Shape(8, 1, 256, 64), 20), order=order, checked=True)
-    check_decode(layer_of(Shape(10, 2, 64, 16), 70), piece=32, threads=128, order=order, checked=True)
-    check_decode(layer_of(Shape(8, 1, 256, 64), 260), piece=512, fixed=1, order=order, checked=True)
+    check_decode(layer_of(Shape(10, 2, 64, 16), 70), split=32, threads=128, order=order, checked=True)
+    check_decode(layer_of(Shape(8, 1, 256, 64), 260), split=512, fixed=1, order=order, checked=True)
 
 
 def test_cache_rows_are_read_once() -> None:
@@ -188,18 +188,18 @@ def test_cache_rows_are_read_once() -> None:
 @pytest.mark.parametrize("coalesced", [0, 1])
 @pytest.mark.parametrize("order", ORDERS)
 def test_prepared_decode_follows_the_formulas(coalesced: int, order: str) -> None:
-    shape, position, piece = Shape(6, 2, 64, 16), 300, 128
+    shape, position, split = Shape(6, 2, 64, 16), 300, 128
     layer = layer_of(shape, position)
     q, k, v = prepared(layer)
-    q, pieces = bf16(q[0]), 4
+    q, splits = bf16(q[0]), 4
     layer.k[position], layer.v[position] = bf16(k[0]).view(np.uint16), bf16(v[0]).view(np.uint16)
     args = {
         "step": step(position), "q": q, "k": layer.k.view(ml_dtypes.bfloat16), "v": layer.v.view(ml_dtypes.bfloat16),
-        "part_o": np.zeros((pieces, 6, 64), np.float32), "part_ml": np.zeros((pieces, 6, 2), np.float32),
+        "part_o": np.zeros((splits, 6, 64), np.float32), "part_ml": np.zeros((splits, 6, 2), np.float32),
     }  # fmt: skip
     constants = {**shape.heads, "pack": 2, "fixed": 0, "coalesced": coalesced}
     out = run(
-        "attn_decode_prepared", args, {"piece": piece}, constants, grid=(pieces, 2), threads=(128,), order=order,
+        "attn_decode_prepared", args, {"split": split}, constants, grid=(splits, 2), threads=(128,), order=order,
         checked=True,
     )  # fmt: skip
     want = attend(q.astype(np.float64)[None], layer.k, layer.v, position)[0]
@@ -211,17 +211,17 @@ def test_prepared_decode_follows_the_formulas(coalesced: int, order: str) -> Non
 @pytest.mark.parametrize(("dim", "threads"), [(64, 64), (64, 1024), (128, 64), (256, 256), (256, 1024)])
 def test_combine_follows_the_formula(dim: int, threads: int, order: str) -> None:
     r = np.random.default_rng(dim)
-    hq, piece = 3, 64
-    for pieces in (1, 2, 17, 40):
-        part_o = r.normal(size=(pieces + 1, hq, dim)).astype(np.float32)
-        part_ml = np.abs(r.normal(3, 20, (pieces + 1, hq, 2))).astype(np.float32)
-        part_o[pieces], part_ml[pieces] = np.nan, np.nan
+    hq, split = 3, 64
+    for splits in (1, 2, 17, 40):
+        part_o = r.normal(size=(splits + 1, hq, dim)).astype(np.float32)
+        part_ml = np.abs(r.normal(3, 20, (splits + 1, hq, 2))).astype(np.float32)
+        part_o[splits], part_ml[splits] = np.nan, np.nan
         args = {
-            "step": step(pieces * piece - 1), "part_o": part_o, "part_ml": part_ml, "o": bf16(np.zeros((hq, dim)))
+            "step": step(splits * split - 1), "part_o": part_o, "part_ml": part_ml, "o": bf16(np.zeros((hq, dim)))
         }  # fmt: skip
         constants = {"hq": hq, "dim": dim}
         out = run(
-            "attn_combine", args, {"piece": piece}, constants, grid=(hq,), threads=(threads,), order=order, checked=True
+            "attn_combine", args, {"split": split}, constants, grid=(hq,), threads=(threads,), order=order, checked=True
         )  # fmt: skip
-        want = merged(part_o, part_ml, pieces)
+        want = merged(part_o, part_ml, splits)
         np.testing.assert_allclose(out["o"].astype(np.float64), want, rtol=2.0**-8, atol=1e-5)
