@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lily.errors import InvalidRequestError
 
-# Mechanisms that can be switched off by name (Engine(ablate=...), --ablate); the text is what runs instead.
+# Ablations (Engine(ablate=...), --ablate): each takes one mechanism away; the text is what runs instead.
 ABLATIONS: dict[str, str] = {
     "overlap": "a barrier before every dispatch instead of only where a later kernel needs an earlier result",
     "handoff": "the host reads each token before it submits the next step",
@@ -29,6 +29,7 @@ ABLATIONS: dict[str, str] = {
 }
 
 
+NEVER = 1 << 62  # a number of tokens or bytes that nothing reaches
 SIMD = 32  # threads of a simdgroup
 GEMV_ROWS = 8  # rows of a matrix that a simdgroup computes; GEMV_ROWS in shaders/gemv.h
 GEMV_COLUMNS = 512  # columns it takes at a time
@@ -55,10 +56,10 @@ class Policy:
     gemv_simdgroups: int  # a decode projection should have: else several share columns; 0: there are none
     conv_rows: int  # rows a group of gdn_conv takes
     scan_columns: int  # columns of a head's state that a group of gdn_scan takes
-    attention_piece: int  # positions one group of decode attention reads, at least
-    attention_pieces: int  # pieces in a cache, at most: each costs partial results
+    attention_split: int  # positions of the cache that a group of decode attention reads, at least
+    attention_splits: int  # groups that share a cache, at most: each costs partial results
     long_context: int  # from here on the fixed-block layout of decode attention
-    long_piece: int
+    long_split: int
     pack: int  # query heads that share one KV row load
     gemm_tiles: tuple[tuple[int, int], ...]  # (rows from, rows of a dense GEMM tile), ascending
     moe_tiles: tuple[tuple[int, int], ...]  # (rows per expert from, tile rows), ascending
@@ -67,15 +68,16 @@ class Policy:
     attention_queries: int  # rows times query heads of one KV head in a prefill attention tile
     sample_slice: int  # logits one group of the sampler reads
     chunks: tuple[tuple[int, int], ...]  # (position from, rows of a prefill chunk that begins there), ascending
-    calibration_rows: int  # rows of the first prefill, if it is to tell the device's speed; 0: no limit on time
+    # Rows run once, before the first larger chunk, to measure the rate by which submissions are cut; 0: never.
+    calibration_rows: int
     buckets: tuple[int, ...]  # rows a prefill list is recorded for, ascending
     kv_step: int  # the KV cache grows to multiples of this many tokens
     score_rows: int  # rows of logits that `score` holds at once
     ablate: frozenset[str] = frozenset()
 
-    def off(self, mechanism: str) -> bool:
-        """Whether ``mechanism`` was switched off by name."""
-        return mechanism in self.ablate
+    def ablated(self, name: str) -> bool:
+        """Whether the ablation ``name`` was asked for."""
+        return name in self.ablate
 
     def bucket(self, rows: int) -> int:
         """The smallest recorded row count that holds ``rows``."""
@@ -105,6 +107,11 @@ class Policy:
             parts *= 2
         return (2 * outputs, 2 * SIMD) if parts == 1 else (outputs, parts * SIMD)
 
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """(outputs, threads) of a group of the head, which has plenty of outputs."""
+        return self.gemv_rows, self.gemv_threads
+
     def moe_down_shape(self, active: int) -> tuple[int, int]:
         """(outputs, threads) of a group of moe_down, whose simdgroups share ``active`` experts and the shared one."""
         if not self.gemv_simdgroups:
@@ -112,13 +119,25 @@ class Policy:
         parts = min(range(1, GEMV_PARTS + 1), key=lambda p: (-(-(active + 1) // p), p))
         return GEMV_ROWS, parts * SIMD
 
+    def gdn_step_threads(self, dk: int, dv: int) -> int:
+        """Threads of a group of gdn_step: a simdgroup holds 32 by 32 elements of the state (gdn_place in gdn.metal)."""
+        return min(512, SIMD * -(-dk // 32) * -(-dv // 32))
+
+    def gdn_conv_threads(self, heads_per_key: int) -> int:
+        """Threads of a group of gdn_conv: a simdgroup for q, one for k, and one for each value head of the key head."""
+        return min(256, SIMD * (2 + heads_per_key))
+
+    def combine_threads(self, head_dim: int) -> int:
+        """Threads of a group of attn_combine: a thread adds up four dims, and several walk over the splits."""
+        return min(1024, 4 * head_dim)
+
     def gemm_tile(self, rows: int) -> int:
         """Tile rows of a dense GEMM over ``rows`` rows."""
         return _from(self.gemm_tiles, rows)
 
     def moe_tile(self, rows: int, experts: int, active: int) -> int:
         """Tile rows of the grouped GEMM, by the mean number of rows an expert gets."""
-        return 16 if self.off("adaptive-tiles") else _from(self.moe_tiles, rows * active / experts)
+        return 16 if self.ablated("adaptive-tiles") else _from(self.moe_tiles, rows * active / experts)
 
     def tile_columns(self, tile_m: int, parts: int = 1) -> int:
         """Outputs of a GEMM tile of ``tile_m`` rows; ``parts``: matrices computed together (2 for gate and up)."""
@@ -128,17 +147,17 @@ class Policy:
         """Rows of a prefill attention tile."""
         return max(1, self.attention_queries // heads_per_kv)
 
-    def piece(self, capacity: int, head_dim: int, heads_per_kv: int) -> tuple[int, bool]:
-        """(positions per piece, fixed-block layout?) of decode attention for a cache of ``capacity`` tokens."""
-        long = capacity >= self.long_context and not self.off("fixed-blocks")
+    def split(self, kv_tokens: int, head_dim: int, heads_per_kv: int) -> tuple[int, bool]:
+        """(positions of a split, fixed-block layout?) of decode attention for a cache of ``kv_tokens`` tokens."""
+        long = kv_tokens >= self.long_context and not self.ablated("fixed-blocks")
         if long and head_dim == 256 and heads_per_kv == 8:
-            return self.long_piece, True
-        piece = self.attention_piece
-        while piece * self.attention_pieces < capacity:
-            piece *= 2
-        return piece, False
+            return self.long_split, True
+        split = self.attention_split
+        while split * self.attention_splits < kv_tokens:
+            split *= 2
+        return split, False
 
-    def kv_capacity(self, tokens: int) -> int:
+    def kv_tokens(self, tokens: int) -> int:
         """Tokens to reserve when ``tokens`` must fit: steps grow with the size, so that few copies are made."""
         step = self.kv_step
         while step * 8 < tokens:
@@ -156,15 +175,15 @@ _BUCKETS = (8, 32, 64, 128, 256, 512)
 POLICIES: dict[str, Policy] = {
     "cpu": Policy(
         device="cpu", gpu=False, act="f32", layout="rows16", row_block=16, rows_invariant=True,
-        gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=1 << 30,
-        attention_piece=256, attention_pieces=1 << 62, long_context=1 << 62, long_piece=256, pack=8,
+        gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=NEVER,
+        attention_split=256, attention_splits=NEVER, long_context=NEVER, long_split=256, pack=8,
         gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
         sample_slice=16384, chunks=((0, 512),), calibration_rows=0, buckets=_BUCKETS, kv_step=1024, score_rows=64,
     ),
     "metal": Policy(
         device="metal", gpu=True, act="bf16", layout="rows", row_block=1, rows_invariant=False,
         gemv_rows=16, gemv_threads=64, moe_rows=8, gemv_simdgroups=1024, conv_rows=16, scan_columns=16,
-        attention_piece=128, attention_pieces=64, long_context=32768, long_piece=512, pack=4,
+        attention_split=128, attention_splits=64, long_context=32768, long_split=512, pack=4,
         gemm_tiles=((0, 16), (17, 32), (256, 64)), moe_tiles=((0, 16), (12, 32), (48, 64)), tile_n=64,
         narrow_tiles=True, attention_queries=32,
         sample_slice=4096, chunks=((0, 2048), (32768, 1024), (65536, 512)), calibration_rows=256,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouped-query attention of one token: attn_decode over one piece of the cache, attn_combine over the pieces.
+// Grouped-query attention of one token: attn_decode over one split of the cache, attn_combine over the splits.
 //
-// A group takes a piece for all query heads of a KV head.  PACK heads share every load of a KV row: that many heads are
+// A group takes a split for all query heads of a KV head.  PACK heads share every load of a KV row: that many heads are
 // a team of simdgroups, and teams of different heads walk along the same rows side by side.  Within a team a simdgroup
 // takes whole rows, a lane 1/32 of a row's dims, so that neighbouring lanes read neighbouring bytes.  Scores of
 // ATTN_BLOCK positions are held in threadgroup memory; the running maximum changes once a block, not once a position.
@@ -14,10 +14,10 @@ constant constexpr uint ATTN_BLOCK = 256; // positions whose scores are held
 constant constexpr uint ATTN_BATCH = 4;   // positions a simdgroup takes at a time
 constant constexpr uint ATTN_HEADS = 8;   // query heads that a group holds at a time
 constant constexpr uint ATTN_THREADS = 256;
-constant constexpr uint ATTN_ROOM = 2 * ATTN_HEADS * 256;
+constant constexpr uint ATTN_SCRATCH = 2 * ATTN_HEADS * 256;
 constant constexpr float ATTN_LOWEST = -3.0e38f; // instead of -inf, which a compiler may assume away
 
-struct AttnRoom {
+struct AttnScratch {
     threadgroup float *q;      // [ATTN_HEADS][D]
     threadgroup float *scores; // [ATTN_HEADS][ATTN_BLOCK]
     threadgroup float *top;    // [ATTN_HEADS] maximum so far
@@ -25,8 +25,8 @@ struct AttnRoom {
     threadgroup float *factor; // what earlier sums have to be multiplied by
 };
 
-inline AttnRoom attn_room(threadgroup float *room, threadgroup float *stats) {
-    const AttnRoom r = {room, room + ATTN_HEADS * 256, stats, stats + ATTN_HEADS, stats + 2 * ATTN_HEADS};
+inline AttnScratch attn_scratch(threadgroup float *scratch, threadgroup float *stats) {
+    const AttnScratch r = {scratch, scratch + ATTN_HEADS * 256, stats, stats + ATTN_HEADS, stats + 2 * ATTN_HEADS};
     return r;
 }
 
@@ -132,7 +132,7 @@ inline void attn_scores(
     }
 }
 
-// The off variant of coalesced reads: a lane takes a position and walks along its row by itself.
+// The ablation of coalesced reads: a lane takes a position and walks along its row by itself.
 template <uint PACK>
 inline void attn_scores_apart(
     AttnTeam t, AttnCache cache, uint first, uint count, threadgroup const float *q, threadgroup float *scores) {
@@ -149,11 +149,11 @@ inline void attn_scores_apart(
 }
 
 // Scores become exponentials relative to the new maximum, head by head; places up to a whole batch become 0.
-inline void attn_softmax(AttnTeam t, AttnRoom room, uint count) {
+inline void attn_softmax(AttnTeam t, AttnScratch scratch, uint count) {
     for (uint h = t.simdgroup; h < uint(C_PACK); h += t.simdgroups) {
         const uint head = t.team * C_PACK + h;
-        threadgroup float *s = room.scores + head * ATTN_BLOCK;
-        const float before = room.top[head];
+        threadgroup float *s = scratch.scores + head * ATTN_BLOCK;
+        const float before = scratch.top[head];
         float top = before, sum = 0;
         for (uint i = t.lane; i < count; i += LANES) top = max(top, s[i]);
         top = simd_max(top);
@@ -166,9 +166,9 @@ inline void attn_softmax(AttnTeam t, AttnRoom room, uint count) {
         simdgroup_barrier(mem_flags::mem_threadgroup);
         if (t.lane == 0) {
             const float factor = precise::exp2(before - top);
-            room.top[head] = top;
-            room.total[head] = fma(room.total[head], factor, sum);
-            room.factor[head] = factor;
+            scratch.top[head] = top;
+            scratch.total[head] = fma(scratch.total[head], factor, sum);
+            scratch.factor[head] = factor;
         }
     }
 }
@@ -198,33 +198,33 @@ inline void attn_values(AttnTeam t, AttnCache cache, uint first, uint count, thr
     }
 }
 
-// All of it for a team's pack, whose queries stand in room.q.
+// All of it for a team's pack, whose queries stand in scratch.q.
 template <uint PACK, uint WIDE>
-inline void attn_block(AttnTeam t, AttnCache cache, uint first, uint count, AttnRoom room, bool coalesced,
+inline void attn_block(AttnTeam t, AttnCache cache, uint first, uint count, AttnScratch scratch, bool coalesced,
     thread float (&out)[PACK][WIDE]) {
     const uint head = t.team * PACK;
-    threadgroup float *scores = room.scores + head * ATTN_BLOCK;
+    threadgroup float *scores = scratch.scores + head * ATTN_BLOCK;
     if (coalesced)
-        attn_scores<PACK, WIDE>(t, cache, first, count, room.q + head * C_DIM, scores);
+        attn_scores<PACK, WIDE>(t, cache, first, count, scratch.q + head * C_DIM, scores);
     else
-        attn_scores_apart<PACK>(t, cache, first, count, room.q + head * C_DIM, scores);
+        attn_scores_apart<PACK>(t, cache, first, count, scratch.q + head * C_DIM, scores);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    attn_softmax(t, room, count);
+    attn_softmax(t, scratch, count);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    attn_values<PACK, WIDE>(t, cache, first, count, scores, room.factor + head, out);
+    attn_values<PACK, WIDE>(t, cache, first, count, scores, scratch.factor + head, out);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// ---- one piece ------------------------------------------------------------------------------------------------------
+// ---- one split ------------------------------------------------------------------------------------------------------
 
-// Sums of a team's simdgroups, one head at a time through alternating halves of the room, to part_o [heads][D].
+// Sums of a team's simdgroups, one head at a time through alternating halves of the scratch, to part_o [heads][D].
 template <uint PACK, uint WIDE>
 inline void attn_store(
-    AttnTeam t, threadgroup float *room, thread const float (&out)[PACK][WIDE], uint heads, device float *part_o) {
-    const uint half_room = ATTN_ROOM / 2, share = half_room / t.teams;
+    AttnTeam t, threadgroup float *scratch, thread const float (&out)[PACK][WIDE], uint heads, device float *part_o) {
+    const uint half_scratch = ATTN_SCRATCH / 2, share = half_scratch / t.teams;
 #pragma unroll
     for (uint h = 0; h < PACK; h++) {
-        threadgroup float *mine = room + h % 2 * half_room + t.team * share;
+        threadgroup float *mine = scratch + h % 2 * half_scratch + t.team * share;
 #pragma unroll
         for (uint i = 0; i < WIDE; i++) mine[t.simdgroup * C_DIM + t.lane * WIDE + i] = out[h][i];
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -240,7 +240,7 @@ inline void attn_store(
 // Positions [first, end) for one pack of each team.  `heads` of the team's PACK are real;
 // part_o and part_ml are those of its first head.
 template <uint PACK, uint WIDE>
-inline void attn_pack(AttnTeam t, AttnCache cache, uint first, uint end, threadgroup float *whole, AttnRoom room,
+inline void attn_pack(AttnTeam t, AttnCache cache, uint first, uint end, threadgroup float *whole, AttnScratch scratch,
     uint heads, bool coalesced, device float *part_o, device float *part_ml) {
     const uint head = t.team * PACK;
     float out[PACK][WIDE];
@@ -252,47 +252,47 @@ inline void attn_pack(AttnTeam t, AttnCache cache, uint first, uint end, threadg
     for (uint at = first; at < end; at += ATTN_BLOCK)
         // The fixed-block layout has no bounds to check in whole blocks: the count is a constant there.
         if (C_FIXED != 0 && end - at >= ATTN_BLOCK)
-            attn_block<PACK, WIDE>(t, cache, at, ATTN_BLOCK, room, coalesced, out);
+            attn_block<PACK, WIDE>(t, cache, at, ATTN_BLOCK, scratch, coalesced, out);
         else
-            attn_block<PACK, WIDE>(t, cache, at, min(ATTN_BLOCK, end - at), room, coalesced, out);
+            attn_block<PACK, WIDE>(t, cache, at, min(ATTN_BLOCK, end - at), scratch, coalesced, out);
     attn_store<PACK, WIDE>(t, whole, out, heads, part_o);
     if (t.simdgroup == 0 && t.lane < heads) {
-        part_ml[2 * t.lane] = room.top[head + t.lane] * M_LN2_F;
-        part_ml[2 * t.lane + 1] = room.total[head + t.lane];
+        part_ml[2 * t.lane] = scratch.top[head + t.lane] * M_LN2_F;
+        part_ml[2 * t.lane + 1] = scratch.total[head + t.lane];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 template <uint PACK>
 inline void attn_pack_of_size(AttnTeam t, AttnCache cache, uint first, uint end, threadgroup float *whole,
-    AttnRoom room, uint heads, bool coalesced, device float *part_o, device float *part_ml) {
+    AttnScratch scratch, uint heads, bool coalesced, device float *part_o, device float *part_ml) {
     if (C_DIM == 256)
-        attn_pack<PACK, 8>(t, cache, first, end, whole, room, heads, coalesced, part_o, part_ml);
+        attn_pack<PACK, 8>(t, cache, first, end, whole, scratch, heads, coalesced, part_o, part_ml);
     else if (C_DIM == 128)
-        attn_pack<PACK, 4>(t, cache, first, end, whole, room, heads, coalesced, part_o, part_ml);
+        attn_pack<PACK, 4>(t, cache, first, end, whole, scratch, heads, coalesced, part_o, part_ml);
     else
-        attn_pack<PACK, 2>(t, cache, first, end, whole, room, heads, coalesced, part_o, part_ml);
+        attn_pack<PACK, 2>(t, cache, first, end, whole, scratch, heads, coalesced, part_o, part_ml);
 }
 
 // A pack's results; `head` is the team's first query head within the KV head's.
-inline void attn_run(AttnTeam t, AttnCache cache, uint first, uint end, threadgroup float *whole, AttnRoom room,
+inline void attn_run(AttnTeam t, AttnCache cache, uint first, uint end, threadgroup float *whole, AttnScratch scratch,
     uint head, bool coalesced, device float *part_o, device float *part_ml) {
     const uint heads = min(uint(C_PACK), C_HQ / C_HKV - head);
     part_o += head * C_DIM, part_ml += 2 * head;
     if (C_PACK == 8)
-        attn_pack_of_size<8>(t, cache, first, end, whole, room, heads, coalesced, part_o, part_ml);
+        attn_pack_of_size<8>(t, cache, first, end, whole, scratch, heads, coalesced, part_o, part_ml);
     else if (C_PACK == 4)
-        attn_pack_of_size<4>(t, cache, first, end, whole, room, heads, coalesced, part_o, part_ml);
+        attn_pack_of_size<4>(t, cache, first, end, whole, scratch, heads, coalesced, part_o, part_ml);
     else if (C_PACK == 2)
-        attn_pack_of_size<2>(t, cache, first, end, whole, room, heads, coalesced, part_o, part_ml);
+        attn_pack_of_size<2>(t, cache, first, end, whole, scratch, heads, coalesced, part_o, part_ml);
     else
-        attn_pack_of_size<1>(t, cache, first, end, whole, room, heads, coalesced, part_o, part_ml);
+        attn_pack_of_size<1>(t, cache, first, end, whole, scratch, heads, coalesced, part_o, part_ml);
 }
 
-inline void attn_reset(AttnTeam t, AttnRoom room) {
+inline void attn_reset(AttnTeam t, AttnScratch scratch) {
     if (t.simdgroup == 0 && t.lane < uint(C_PACK)) {
-        room.top[t.team * C_PACK + t.lane] = ATTN_LOWEST;
-        room.total[t.team * C_PACK + t.lane] = 0;
+        scratch.top[t.team * C_PACK + t.lane] = ATTN_LOWEST;
+        scratch.total[t.team * C_PACK + t.lane] = 0;
     }
 }
 
@@ -303,18 +303,18 @@ inline void attn_reset(AttnTeam t, AttnRoom room) {
     device float *part_ml [[buffer(8)]], constant attn_decode_params &p [[buffer(9)]],
     uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
-    threadgroup float whole[ATTN_ROOM];
+    threadgroup float whole[ATTN_SCRATCH];
     threadgroup float stats[3 * ATTN_HEADS];
-    const uint position = uint(step->position), first = group.x * p.piece, kv = group.y, rep = C_HQ / C_HKV;
+    const uint position = uint(step->position), first = group.x * p.split, kv = group.y, rep = C_HQ / C_HKV;
     if (first > position) return;
-    const AttnRoom room = attn_room(whole, stats);
+    const AttnScratch scratch = attn_scratch(whole, stats);
     const AttnTeam t = attn_team(lane, simdgroup, simdgroups);
-    if (position < first + p.piece) { // this piece appends
+    if (position < first + p.split) { // this split appends
         const uint at = (position * C_HKV + kv) * C_DIM;
         device const act *key = proj + 2 * C_HQ * C_DIM + kv * C_DIM;
         if (simdgroup == 0) {
-            attn_head(key, k_norm, inv_freq, step->position, p.eps, 1.0f, lane, room.scores);
-            for (uint d = lane; d < uint(C_DIM); d += LANES) k[at + d] = bfloat(room.scores[d]);
+            attn_head(key, k_norm, inv_freq, step->position, p.eps, 1.0f, lane, scratch.scores);
+            for (uint d = lane; d < uint(C_DIM); d += LANES) k[at + d] = bfloat(scratch.scores[d]);
         }
         if (simdgroup == simdgroups - 1)
             for (uint d = lane; d < uint(C_DIM); d += LANES) v[at + d] = bfloat(float(key[C_HKV * C_DIM + d]));
@@ -323,48 +323,48 @@ inline void attn_reset(AttnTeam t, AttnRoom room) {
     const uint row = group.x * C_HQ + kv * rep;
     for (uint pass = 0; pass < t.passes; pass++) {
         const uint head = (pass * t.teams + t.team) * C_PACK;
-        attn_reset(t, room);
+        attn_reset(t, scratch);
         for (uint h = t.simdgroup; h < uint(C_PACK); h += t.simdgroups)
             attn_head(proj + 2 * (kv * rep + min(head + h, rep - 1)) * C_DIM, q_norm, inv_freq, step->position, p.eps,
-                attn_scale(), lane, room.q + (t.team * C_PACK + h) * C_DIM);
+                attn_scale(), lane, scratch.q + (t.team * C_PACK + h) * C_DIM);
         threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
-        attn_run(t, cache, first, min(first + p.piece, position + 1), whole, room, head, true, part_o + row * C_DIM,
+        attn_run(t, cache, first, min(first + p.split, position + 1), whole, scratch, head, true, part_o + row * C_DIM,
             part_ml + 2 * row);
     }
 }
 
-// The queries were prepared and the cache appended by attn_prep: the off variant of that fusion.
+// The queries were prepared and the cache appended by attn_prep: an ablation of that fusion.
 [[kernel, max_total_threads_per_threadgroup(ATTN_THREADS)]] void attn_decode_prepared(
     device const Step *step [[buffer(0)]], device const act *q [[buffer(1)]], device const bfloat *k [[buffer(2)]],
     device const bfloat *v [[buffer(3)]], device float *part_o [[buffer(4)]], device float *part_ml [[buffer(5)]],
     constant attn_decode_prepared_params &p [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-    threadgroup float whole[ATTN_ROOM];
+    threadgroup float whole[ATTN_SCRATCH];
     threadgroup float stats[3 * ATTN_HEADS];
-    const uint position = uint(step->position), first = group.x * p.piece, kv = group.y, rep = C_HQ / C_HKV;
+    const uint position = uint(step->position), first = group.x * p.split, kv = group.y, rep = C_HQ / C_HKV;
     if (first > position) return;
-    const AttnRoom room = attn_room(whole, stats);
+    const AttnScratch scratch = attn_scratch(whole, stats);
     const AttnTeam t = attn_team(lane, simdgroup, simdgroups);
     const AttnCache cache = {k + kv * C_DIM, v + kv * C_DIM, uint(C_HKV * C_DIM)};
     const uint row = group.x * C_HQ + kv * rep;
     for (uint pass = 0; pass < t.passes; pass++) {
         const uint head = (pass * t.teams + t.team) * C_PACK;
-        attn_reset(t, room);
+        attn_reset(t, scratch);
         for (uint i = t.simdgroup * LANES + lane; i < uint(C_PACK * C_DIM); i += t.simdgroups * LANES)
-            room.q[t.team * C_PACK * C_DIM + i] =
+            scratch.q[t.team * C_PACK * C_DIM + i] =
                 float(q[(kv * rep + min(head + i / C_DIM, rep - 1)) * C_DIM + i % C_DIM]) * attn_scale();
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        attn_run(t, cache, first, min(first + p.piece, position + 1), whole, room, head, C_COALESCED != 0,
+        attn_run(t, cache, first, min(first + p.split, position + 1), whole, scratch, head, C_COALESCED != 0,
             part_o + row * C_DIM, part_ml + 2 * row);
     }
 }
 
-// ---- the pieces together --------------------------------------------------------------------------------------------
+// ---- the splits together --------------------------------------------------------------------------------------------
 
 constant constexpr uint COMBINE_THREADS = 1024;
 
-// A thread takes four dims of every n-th piece; threads are a multiple of D/4.
+// A thread takes four dims of every n-th split; threads are a multiple of D/4.
 [[kernel, max_total_threads_per_threadgroup(COMBINE_THREADS)]] void attn_combine(device const Step *step [[buffer(0)]],
     device const float *part_o [[buffer(1)]], device const float *part_ml [[buffer(2)]], device act *o [[buffer(3)]],
     constant attn_combine_params &p [[buffer(4)]], uint head [[threadgroup_position_in_grid]],
@@ -372,14 +372,14 @@ constant constexpr uint COMBINE_THREADS = 1024;
     uint lane [[thread_index_in_simdgroup]]) {
     threadgroup float4 sums[COMBINE_THREADS];
     threadgroup float totals[COMBINE_THREADS / 16];
-    const uint pieces = uint(step->position) / p.piece + 1, quads = C_DIM / 4;
+    const uint splits = uint(step->position) / p.split + 1, quads = C_DIM / 4;
     const uint walkers = threads / quads, walker = thread_index / quads, quad = thread_index % quads;
     float top = ATTN_LOWEST;
-    for (uint i = lane; i < pieces; i += LANES) top = max(top, part_ml[2 * (i * C_HQ + head)]);
+    for (uint i = lane; i < splits; i += LANES) top = max(top, part_ml[2 * (i * C_HQ + head)]);
     top = simd_max(top);
     float4 sum = float4(0.0f);
     float total = 0;
-    for (uint i = walker; i < pieces; i += walkers) {
+    for (uint i = walker; i < splits; i += walkers) {
         const uint row = i * C_HQ + head;
         const float weight = precise::exp(part_ml[2 * row] - top);
         total = fma(weight, part_ml[2 * row + 1], total);

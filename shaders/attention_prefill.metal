@@ -9,7 +9,7 @@
 //   outputs     every simdgroup: all queries x its own dims, values straight from the cache, sums in registers
 // Only queries, scores and probabilities are staged; at head size 256 that is 26 KB.  Positions past a query's own get
 // probability 0, and positions past the last query's are never multiplied, whatever the cache holds there.
-// `piece` has no meaning here: the running maximum spans all blocks.
+// `split` has no meaning here: the running maximum spans all blocks.
 // Not here: projections (gemm.metal), the preparation of its rows (attention_prep.metal), one row
 // (attention_decode.metal), tensor operations (attention_tensor.h).
 #include "attention_tensor.h"
@@ -56,12 +56,12 @@ inline void load_cache(
     load_clamped<TRANSPOSED>(f, cache, place, first, d);
 }
 
-inline void stage_queries(device const act *q, Queries queries, PrefillRoom room, uint tid) {
+inline void stage_queries(device const act *q, Queries queries, PrefillScratch scratch, uint tid) {
     const uint dim = C_DIM, columns = dim / 4;
     for (uint i = tid; i < STAGED_QUERIES * columns; i += PREFILL_THREADS) {
         const uint query = min(i / columns, queries.count - 1), d = i % columns * 4;
         const float4 x = load4(q + (queries.row(query) * C_HQ + queries.head_of(query)) * dim + d);
-        *(threadgroup vec<operand, 4> *)(room.q + i / columns * (dim + QUERY_PAD) + d) =
+        *(threadgroup vec<operand, 4> *)(scratch.q + i / columns * (dim + QUERY_PAD) + d) =
             vec<operand, 4>(operand(x.x), operand(x.y), operand(x.z), operand(x.w));
     }
 }
@@ -75,18 +75,19 @@ template <uint WIDE> struct SimdgroupAttention {
     FragmentPlace place;
     uint simdgroup, first_dim;
 
-    void init(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom room, uint tid, uint sg, uint lane) {
+    void init(
+        thread Sum &sum, PrefillArguments a, Queries queries, PrefillScratch scratch, uint tid, uint sg, uint lane) {
         simdgroup = sg;
         first_dim = 8 * WIDE * sg;
-        place = fragment_place(room.scores + 64 * sg, lane);
-        stage_queries(a.q, queries, room, tid);
+        place = fragment_place(scratch.scores + 64 * sg, lane);
+        stage_queries(a.q, queries, scratch, tid);
 #pragma unroll
         for (uint i = 0; i < STAGED_FRAGMENTS; i++)
 #pragma unroll
             for (uint j = 0; j < WIDE; j++) sum.at[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
 
-    void scores(CacheHead keys, PrefillRoom room, uint base) {
+    void scores(CacheHead keys, PrefillScratch scratch, uint base) {
         const uint first = base + 8 * simdgroup, pitch = C_DIM + QUERY_PAD;
         if (first > keys.last) return;
         simdgroup_float8x8 score[STAGED_FRAGMENTS];
@@ -98,23 +99,23 @@ template <uint WIDE> struct SimdgroupAttention {
 #pragma unroll
             for (uint i = 0; i < STAGED_FRAGMENTS; i++) {
                 OperandFragment query;
-                simdgroup_load(query, room.q + 8 * i * pitch + d, pitch);
+                simdgroup_load(query, scratch.q + 8 * i * pitch + d, pitch);
                 simdgroup_multiply_accumulate(score[i], query, key, score[i]);
             }
         }
 #pragma unroll
         for (uint i = 0; i < STAGED_FRAGMENTS; i++)
-            simdgroup_store(score[i], room.scores + 8 * i * SCORE_PITCH + 8 * simdgroup, SCORE_PITCH);
+            simdgroup_store(score[i], scratch.scores + 8 * i * SCORE_PITCH + 8 * simdgroup, SCORE_PITCH);
     }
 
-    void add(thread Sum &sum, CacheHead values, PrefillRoom room, uint base) {
-        rescale(sum, room);
+    void add(thread Sum &sum, CacheHead values, PrefillScratch scratch, uint base) {
+        rescale(sum, scratch);
         const uint count = min(values.last + 1 - base, PREFILL_KEYS);
         for (uint key = 0; key < count; key += 8) {
             OperandFragment weight[STAGED_FRAGMENTS];
 #pragma unroll
             for (uint i = 0; i < STAGED_FRAGMENTS; i++)
-                simdgroup_load(weight[i], room.weights + 8 * i * WEIGHT_PITCH + key, WEIGHT_PITCH);
+                simdgroup_load(weight[i], scratch.weights + 8 * i * WEIGHT_PITCH + key, WEIGHT_PITCH);
 #pragma unroll
             for (uint j = 0; j < WIDE; j++) {
                 if (first_dim + 8 * j >= uint(C_DIM)) continue;
@@ -127,18 +128,18 @@ template <uint WIDE> struct SimdgroupAttention {
         }
     }
 
-    void rescale(thread Sum &sum, PrefillRoom room) {
+    void rescale(thread Sum &sum, PrefillScratch scratch) {
 #pragma unroll
         for (uint i = 0; i < STAGED_FRAGMENTS; i++)
 #pragma unroll
             for (uint e = 0; e < 2; e++) {
-                const float factor = room.factor[8 * i + place.row[e]];
+                const float factor = scratch.factor[8 * i + place.row[e]];
 #pragma unroll
                 for (uint j = 0; j < WIDE; j++) sum.at[i][j].thread_elements()[e] *= factor;
             }
     }
 
-    void store(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom room) {
+    void store(thread Sum &sum, PrefillArguments a, Queries queries, PrefillScratch scratch) {
 #pragma unroll
         for (uint i = 0; i < STAGED_FRAGMENTS; i++)
 #pragma unroll
@@ -146,26 +147,26 @@ template <uint WIDE> struct SimdgroupAttention {
 #pragma unroll
                 for (uint j = 0; j < WIDE; j++) {
                     const uint query = 8 * i + place.row[e], d = first_dim + 8 * j + place.column[e];
-                    const float x = sum.at[i][j].thread_elements()[e] * room.factor[query];
+                    const float x = sum.at[i][j].thread_elements()[e] * scratch.factor[query];
                     if (query < queries.count && d < uint(C_DIM)) a.store(queries, query, d, x);
                 }
     }
 };
 
 // Tiles of tile_m rows and all query heads of a KV head.  The last rows see the most positions and start first.
-inline void attend_staged(PrefillArguments a, PrefillRoom room, uint rows, uint position, uint tile_m, uint2 group,
-    uint2 groups, uint tid, uint sg, uint lane) {
+inline void attend_staged(PrefillArguments a, PrefillScratch scratch, uint rows, uint position, uint tile_m,
+    uint2 group, uint2 groups, uint tid, uint sg, uint lane) {
     const uint first_row = (groups.x - 1 - group.x) * tile_m, heads = C_HQ / C_HKV;
     if (first_row >= rows) return;
     const uint end = min(first_row + tile_m, rows) * heads;
     for (uint i = first_row * heads; i < end; i += STAGED_QUERIES) {
         const Queries queries = {i, min(STAGED_QUERIES, end - i), heads, group.y * heads, group.y, position};
         if (C_DIM <= 64)
-            attend<SimdgroupAttention<1>, STAGED_QUERIES>(a, queries, room, tid, sg, lane);
+            attend<SimdgroupAttention<1>, STAGED_QUERIES>(a, queries, scratch, tid, sg, lane);
         else if (C_DIM <= 128)
-            attend<SimdgroupAttention<2>, STAGED_QUERIES>(a, queries, room, tid, sg, lane);
+            attend<SimdgroupAttention<2>, STAGED_QUERIES>(a, queries, scratch, tid, sg, lane);
         else
-            attend<SimdgroupAttention<4>, STAGED_QUERIES>(a, queries, room, tid, sg, lane);
+            attend<SimdgroupAttention<4>, STAGED_QUERIES>(a, queries, scratch, tid, sg, lane);
     }
 }
 
@@ -176,14 +177,14 @@ inline void attend_staged(PrefillArguments a, PrefillRoom room, uint rows, uint 
     threadgroup float memory[STAGED_FLOATS];
     threadgroup float factor[PREFILL_MAX_QUERIES];
     threadgroup operand *staged = (threadgroup operand *)(memory + STAGED_QUERIES * SCORE_PITCH);
-    const PrefillRoom room = {staged, memory, (threadgroup operand *)memory, factor};
+    const PrefillScratch scratch = {staged, memory, (threadgroup operand *)memory, factor};
     const PrefillArguments a = {q, proj, k, v, o, p.pitch};
     const uint rows = uint(step->rows), position = uint(step->position);
 #ifdef LILY_TENSOR_ATTENTION
     if (C_DIM == TENSOR_DIM) {
-        attend_tensor(a, room, rows, position, group, groups, tid, sg, lane);
+        attend_tensor(a, scratch, rows, position, group, groups, tid, sg, lane);
         return;
     }
 #endif
-    attend_staged(a, room, rows, position, p.tile_m, group, groups, tid, sg, lane);
+    attend_staged(a, scratch, rows, position, p.tile_m, group, groups, tid, sg, lane);
 }

@@ -38,7 +38,7 @@ struct TensorAttention {
     uint query_rows;            // that exist from there on
     uint first_row, first_key, first_dim;
 
-    void init(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom, uint, uint sg, uint) {
+    void init(thread Sum &sum, PrefillArguments a, Queries queries, PrefillScratch, uint, uint sg, uint) {
         const uint wanted = sg / (PREFILL_KEYS / SCORE_KEYS) * SCORE_ROWS, from = min(wanted, queries.count - 1);
         query = a.q + (queries.row(from) * C_HQ + queries.head) * TENSOR_DIM;
         query_rows = queries.count - from;
@@ -49,7 +49,7 @@ struct TensorAttention {
         for (uint i = 0; i < sum.get_capacity(); i++) sum[i] = 0.0f;
     }
 
-    void scores(CacheHead keys, PrefillRoom room, uint base) {
+    void scores(CacheHead keys, PrefillScratch scratch, uint base) {
         const uint first = base + first_key;
         if (first > keys.last) return;
         Score multiply;
@@ -61,41 +61,41 @@ struct TensorAttention {
         for (uint i = 0; i < score.get_capacity(); i++) {
             if (!score.is_valid_element(i)) continue;
             const auto place = score.get_multidimensional_index(i);
-            room.scores[(first_row + uint(place[1])) * SCORE_PITCH + first_key + uint(place[0])] = score[i];
+            scratch.scores[(first_row + uint(place[1])) * SCORE_PITCH + first_key + uint(place[0])] = score[i];
         }
     }
 
-    void add(thread Sum &sum, CacheHead values, PrefillRoom room, uint base) {
+    void add(thread Sum &sum, CacheHead values, PrefillScratch scratch, uint base) {
 #pragma unroll
         for (uint i = 0; i < sum.get_capacity(); i++)
-            if (sum.is_valid_element(i)) sum[i] *= room.factor[uint(sum.get_multidimensional_index(i)[1])];
+            if (sum.is_valid_element(i)) sum[i] *= scratch.factor[uint(sum.get_multidimensional_index(i)[1])];
         Add multiply;
         const uint keys = min(PREFILL_KEYS, values.last + 1 - base);
-        StagedOperand left = staged_operand(room.weights, keys, TENSOR_QUERIES, WEIGHT_PITCH);
+        StagedOperand left = staged_operand(scratch.weights, keys, TENSOR_QUERIES, WEIGHT_PITCH);
         DeviceOperand right = device_operand(values.at(base) + first_dim, SUM_DIMS, keys, values.stride);
         multiply.run(left, right, sum);
     }
 
-    void store(thread Sum &sum, PrefillArguments a, Queries queries, PrefillRoom room) {
+    void store(thread Sum &sum, PrefillArguments a, Queries queries, PrefillScratch scratch) {
 #pragma unroll
         for (uint i = 0; i < sum.get_capacity(); i++) {
             if (!sum.is_valid_element(i)) continue;
             const auto place = sum.get_multidimensional_index(i);
             const uint i_query = uint(place[1]);
             if (i_query >= queries.count) continue;
-            a.store(queries, i_query, first_dim + uint(place[0]), sum[i] * room.factor[i_query]);
+            a.store(queries, i_query, first_dim + uint(place[0]), sum[i] * scratch.factor[i_query]);
         }
     }
 };
 
 // The threadgroups share the tiles among them, whatever the grid; those that see the most positions come first.
-inline void attend_tensor(PrefillArguments a, PrefillRoom room, uint rows, uint position, uint2 group, uint2 groups,
-    uint tid, uint sg, uint lane) {
+inline void attend_tensor(PrefillArguments a, PrefillScratch scratch, uint rows, uint position, uint2 group,
+    uint2 groups, uint tid, uint sg, uint lane) {
     const uint heads = C_HQ, blocks = (rows + TENSOR_QUERIES - 1) / TENSOR_QUERIES;
     for (uint t = group.x + groups.x * group.y; t < blocks * heads; t += groups.x * groups.y) {
         const uint first = (blocks - 1 - t / heads) * TENSOR_QUERIES, head = t % heads;
         const Queries queries = {first, min(TENSOR_QUERIES, rows - first), 1, head, head * C_HKV / C_HQ, position};
-        attend<TensorAttention, TENSOR_QUERIES>(a, queries, room, tid, sg, lane);
+        attend<TensorAttention, TENSOR_QUERIES>(a, queries, scratch, tid, sg, lane);
     }
 }
 

@@ -59,7 +59,7 @@ struct PrefillArguments {
 };
 
 // Threadgroup memory of a tile.
-struct PrefillRoom {
+struct PrefillScratch {
     threadgroup operand *q;       // staged queries, if they are
     threadgroup float *scores;    // [queries][SCORE_PITCH]
     threadgroup operand *weights; // [queries][WEIGHT_PITCH], over the scores
@@ -83,12 +83,12 @@ template <uint QUERIES> struct SoftmaxShare {
     }
 
     // Scores of the block at `base` → powers of two relative to the new maximum, in their place.
-    void block(PrefillRoom room, uint base, float scale) {
+    void block(PrefillScratch scratch, uint base, float scale) {
         float x[KEYS], greatest = top, sum = 0;
 #pragma unroll
         for (uint i = 0; i < KEYS; i++) {
             const bool seen = base + first + i <= last_key;
-            x[i] = seen ? room.scores[query * SCORE_PITCH + first + i] * scale : PREFILL_LOWEST;
+            x[i] = seen ? scratch.scores[query * SCORE_PITCH + first + i] * scale : PREFILL_LOWEST;
             greatest = max(greatest, x[i]);
         }
 #pragma unroll
@@ -98,49 +98,49 @@ template <uint QUERIES> struct SoftmaxShare {
         for (uint i = 0; i < KEYS; i++) {
             const float weight = base + first + i <= last_key ? precise::exp2(x[i] - greatest) : 0.0f;
             sum += weight;
-            room.weights[query * WEIGHT_PITCH + first + i] = operand(weight);
+            scratch.weights[query * WEIGHT_PITCH + first + i] = operand(weight);
         }
 #pragma unroll
         for (uint step = 1; step < SHARES; step *= 2) sum += simd_shuffle_xor(sum, step);
         const float factor = precise::exp2(top - greatest);
-        if (first == 0) room.factor[query] = factor;
+        if (first == 0) scratch.factor[query] = factor;
         total = total * factor + sum;
         top = greatest;
     }
 
-    void finish(PrefillRoom room) const {
-        if (first == 0) room.factor[query] = 1.0f / total;
+    void finish(PrefillScratch scratch) const {
+        if (first == 0) scratch.factor[query] = 1.0f / total;
     }
 };
 
 // One tile: `Products` computes scores and sums on a matrix unit.  Interface:
 //   Sum                          a thread's sums, a variable of the caller (see matrix.h)
-//   init(sum, arguments, queries, room, tid, sg, lane)
-//   scores(keys, room, base)     scores of the block at `base` → room.scores
-//   add(sum, values, room, base) sums · factor + weights · values
-//   store(sum, arguments, queries, room)
+//   init(sum, arguments, queries, scratch, tid, sg, lane)
+//   scores(keys, scratch, base)     scores of the block at `base` → scratch.scores
+//   add(sum, values, scratch, base) sums · factor + weights · values
+//   store(sum, arguments, queries, scratch)
 template <typename Products, uint QUERIES>
-inline void attend(PrefillArguments a, Queries queries, PrefillRoom room, uint tid, uint sg, uint lane) {
+inline void attend(PrefillArguments a, Queries queries, PrefillScratch scratch, uint tid, uint sg, uint lane) {
     const CacheHead keys = a.keys(queries), values = a.values(queries);
     const float scale = M_LOG2E_F * precise::rsqrt(float(C_DIM));
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Products products;
     typename Products::Sum sum;
-    products.init(sum, a, queries, room, tid, sg, lane);
+    products.init(sum, a, queries, scratch, tid, sg, lane);
     SoftmaxShare<QUERIES> share;
     share.init(queries, tid);
     for (uint base = 0; base <= keys.last; base += PREFILL_KEYS) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        products.scores(keys, room, base);
+        products.scores(keys, scratch, base);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        share.block(room, base, scale);
+        share.block(scratch, base, scale);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        products.add(sum, values, room, base);
+        products.add(sum, values, scratch, base);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    share.finish(room);
+    share.finish(scratch);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    products.store(sum, a, queries, room);
+    products.store(sum, a, queries, scratch);
 }
 
 #endif

@@ -183,8 +183,8 @@ template <int N> inline float scatter_sum(thread float (&v)[N], uint lane) {
 
 // ---- routing --------------------------------------------------------------------------------------------------------
 
-constant constexpr uint EXPERTS_PER_LANE = 8;
-constant constexpr uint MAX_EXPERTS = EXPERTS_PER_LANE * LANES;
+constant constexpr uint MAX_EXPERTS = LILY_MAX_EXPERTS;
+constant constexpr uint EXPERTS_PER_LANE = MAX_EXPERTS / LANES;
 
 // The greatest of up to MAX_EXPERTS logits, taken out one after the other by a whole simdgroup; ties go to the lower
 // index, and NaN comes last, so that indices are always valid.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that move or scale rows: embed, copy, rmsnorm, last_row, swiglu.
+// Kernels that move or scale rows: embed, rmsnorm, last_row, swiglu.
 //
 // Not handled: norms fused into a projection (gemv.h) or a head (gdn.metal, attention_decode.metal).
 
@@ -34,16 +34,6 @@ kernel void embed(device const Step *step [[buffer(0)]], device const int *ids [
         embed_row<4>(table, id, p, x + m * p.hidden, thread_index, threads);
     else
         embed_row<8>(table, id, p, x + m * p.hidden, thread_index, threads);
-}
-
-constant constexpr uint COPY_BLOCK = 65536; // bytes of a group
-
-kernel void copy(device const uchar *src [[buffer(0)]], device uchar *dst [[buffer(1)]],
-    constant copy_params &p [[buffer(2)]], uint group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
-    const uint first = group * (COPY_BLOCK / 16), end = min(first + COPY_BLOCK / 16, p.bytes / 16);
-    for (uint i = first + thread_index; i < end; i += threads)
-        ((device uint4 *)dst)[i] = ((device const uint4 *)src)[i];
 }
 
 kernel void rmsnorm(device const Step *step [[buffer(0)]], device const act *x [[buffer(1)]],

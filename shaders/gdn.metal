@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gated DeltaNet: gdn_step (decode), gdn_conv, gdn_scan, gdn_gate (prefill), gdn_scan_blocked (off variant).
+// Gated DeltaNet: gdn_step (decode), gdn_conv, gdn_scan, gdn_gate (prefill), gdn_scan_blocked (an ablation).
 //
 // Channels of a projected row: q[Hk*Dk] | k[Hk*Dk] | v[Hv*Dv], then z[Hv*Dv] | b[Hv] | a[Hv].  State S is [Hv,Dk,Dv],
 // Dv fastest.  Legal shapes stand in the kernel table.
@@ -435,7 +435,7 @@ kernel void gdn_gate(device const Step *step [[buffer(0)]], device const act *o 
     }
 }
 
-// ---- off variant of the register-resident scan ----------------------------------------------------------------------
+// ---- the ablation of the register-resident scan ----------------------------------------------------------------------
 
 constant constexpr uint GDN_BLOCK = 8; // tokens whose q and k are staged at a time
 

@@ -14,10 +14,10 @@
 constant constexpr uint GEMV_ROWS = 8;      // rows of the matrix a simdgroup computes
 constant constexpr uint GEMV_SUMS = 9;      // and the sum of squares
 constant constexpr uint GEMV_THREADS = 256; // of a group, at most
-constant constexpr uint GEMV_ROOM = GEMV_THREADS / LANES * GEMV_SUMS;
+constant constexpr uint GEMV_SCRATCH = GEMV_THREADS / LANES * GEMV_SUMS;
 
 // A simdgroup's place in its group.
-struct Team {
+struct GemvPlace {
     uint lane, simdgroup;
     uint first; // output, within the group
     uint part;  // which share of the columns
@@ -26,8 +26,8 @@ struct Team {
 
 // `outputs` of `rows_per_group` are one simdgroup's; the number of simdgroups is a multiple of the number of such
 // blocks.
-inline Team team_of(uint lane, uint simdgroup, uint simdgroups, uint rows_per_group, uint outputs) {
-    Team t;
+inline GemvPlace gemv_place(uint lane, uint simdgroup, uint simdgroups, uint rows_per_group, uint outputs) {
+    GemvPlace t;
     t.lane = lane, t.simdgroup = simdgroup;
     t.parts = simdgroups * outputs / rows_per_group;
     t.first = simdgroup / t.parts * outputs;
@@ -116,8 +116,8 @@ inline void add_rows(Matrix m, thread const uint (&row)[GEMV_ROWS], uint k, uint
 }
 
 template <typename Input>
-inline void add_product(
-    Matrix m, thread const uint (&row)[GEMV_ROWS], uint k, Team t, thread Input &in, thread float (&sums)[GEMV_ROWS]) {
+inline void add_product(Matrix m, thread const uint (&row)[GEMV_ROWS], uint k, GemvPlace t, thread Input &in,
+    thread float (&sums)[GEMV_ROWS]) {
     const uint first = (t.part * LANES + t.lane) * QCOLUMNS, step = t.parts * LANES * QCOLUMNS;
     if (C_BITS == 4)
         add_rows<4>(m, row, k, first, step, in, sums);
@@ -127,11 +127,11 @@ inline void add_product(
 
 // Over lanes and over the simdgroups that share the columns: lane l of part 0 gets the sum of row l/4.  `squares` is
 // summed up alike.  Every thread of the group must come here.
-inline float team_sum(thread float (&sums)[GEMV_ROWS], thread float &squares, Team t, threadgroup float *room) {
+inline float gemv_sum(thread float (&sums)[GEMV_ROWS], thread float &squares, GemvPlace t, threadgroup float *scratch) {
     float sum = scatter_sum<GEMV_ROWS>(sums, t.lane);
     squares = simd_sum(squares);
     if (t.parts == 1) return sum;
-    threadgroup float *mine = room + t.simdgroup * GEMV_SUMS;
+    threadgroup float *mine = scratch + t.simdgroup * GEMV_SUMS;
     if (t.lane % 4 == 0) mine[t.lane / 4] = sum;
     if (t.lane == 0) mine[GEMV_ROWS] = squares;
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -143,9 +143,9 @@ inline float team_sum(thread float (&sums)[GEMV_ROWS], thread float &squares, Te
     return sum;
 }
 
-inline float team_sum(thread float (&sums)[GEMV_ROWS], Team t, threadgroup float *room) {
+inline float gemv_sum(thread float (&sums)[GEMV_ROWS], GemvPlace t, threadgroup float *scratch) {
     float unused = 0;
-    return team_sum(sums, unused, t, room);
+    return gemv_sum(sums, unused, t, scratch);
 }
 
 // GEMV_ROWS rows from `first` on; beyond the last row it is read again, and not stored.
@@ -164,18 +164,18 @@ inline void gate_up_rows(uint first, uint n, thread uint (&row)[GEMV_ROWS]) {
 }
 
 // Whether this lane stores an output, and which: row = first + lane / 4.
-inline bool stores(Team t, uint first, uint outputs, uint n) {
+inline bool stores(GemvPlace t, uint first, uint outputs, uint n) {
     return t.part == 0 && t.lane % 4 == 0 && t.lane / 4 < outputs && first + t.lane / 4 < n;
 }
 
-// W·rmsnorm(x) of a simdgroup's rows, as team_sum leaves it.
+// W·rmsnorm(x) of a simdgroup's rows, as gemv_sum leaves it.
 template <typename Params>
 inline float norm_product(device const act *x, device const float *norm, device const uchar *w, constant Params &p,
-    uint rows, thread const uint (&row)[GEMV_ROWS], Team t, threadgroup float *room) {
+    uint rows, thread const uint (&row)[GEMV_ROWS], GemvPlace t, threadgroup float *scratch) {
     float sums[GEMV_ROWS] = {};
     NormInput in = {{x}, norm, 0};
     add_product(matrix_at(w, rows, p.k, C_BITS, C_GROUP), row, p.k, t, in, sums);
-    const float sum = team_sum(sums, in.squares, t, room);
+    const float sum = gemv_sum(sums, in.squares, t, scratch);
     return sum * precise::rsqrt(in.squares / float(p.k) + p.eps);
 }
 

@@ -11,8 +11,8 @@ inline device const uchar *expert_at(device const uchar *w, uint expert, uint ro
 }
 
 // The expert that is `place`-th by its logit.  The group that stores the choice takes out all `active` of them.
-inline uint choose_expert(device const float *logits, constant moe_gate_up_params &p, uint place, bool store, Team t,
-    device int *ids, device float *weights) {
+inline uint choose_expert(device const float *logits, constant moe_gate_up_params &p, uint place, bool store,
+    GemvPlace t, device int *ids, device float *weights) {
     TopExperts top;
     top.init(logits, p.experts, t.lane);
     uint chosen = 0, mine = 0;
@@ -36,13 +36,13 @@ inline uint choose_expert(device const float *logits, constant moe_gate_up_param
     device float *weights [[buffer(6)]], constant moe_gate_up_params &p [[buffer(7)]],
     uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
-    threadgroup float room[GEMV_ROOM];
-    const Team t = team_of(lane, simdgroup, simdgroups, p.rows_per_group, GEMV_ROWS / 2);
+    threadgroup float scratch[GEMV_SCRATCH];
+    const GemvPlace t = gemv_place(lane, simdgroup, simdgroups, p.rows_per_group, GEMV_ROWS / 2);
     const uint first = group.x * p.rows_per_group + t.first, place = group.y;
     const uint expert = choose_expert(logits, p, place, group.x == 0 && place == 0, t, ids, weights);
     uint row[GEMV_ROWS];
     gate_up_rows(first, p.n, row);
-    const float sum = norm_product(x, norm, expert_at(w, expert, 2 * p.n, p.k), p, 2 * p.n, row, t, room);
+    const float sum = norm_product(x, norm, expert_at(w, expert, 2 * p.n, p.k), p, 2 * p.n, row, t, scratch);
     const float value = swiglu_of(sum);
     if (stores(t, first, GEMV_ROWS / 2, p.n)) out[place * p.n + first + lane / 4] = act(value);
 }
@@ -55,8 +55,8 @@ inline uint choose_expert(device const float *logits, constant moe_gate_up_param
     constant moe_down_params &p [[buffer(8)]], uint group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-    threadgroup float room[GEMV_ROOM];
-    const Team t = team_of(lane, simdgroup, simdgroups, p.rows_per_group, GEMV_ROWS);
+    threadgroup float scratch[GEMV_SCRATCH];
+    const GemvPlace t = gemv_place(lane, simdgroup, simdgroups, p.rows_per_group, GEMV_ROWS);
     const uint first = group * p.rows_per_group + t.first, column = lane * QCOLUMNS, step = LANES * QCOLUMNS;
     uint row[GEMV_ROWS];
     float sums[GEMV_ROWS] = {};
@@ -77,19 +77,19 @@ inline uint choose_expert(device const float *logits, constant moe_gate_up_param
         else
             add_rows<8>(m, row, p.ks, column, step, expert, sums);
     }
-    const float sum = team_sum(sums, t, room);
+    const float sum = gemv_sum(sums, t, scratch);
     if (stores(t, first, GEMV_ROWS, p.n)) x[first + lane / 4] = act(float(x[first + lane / 4]) + sum);
 }
 
-// ---- off variants of the fusions ------------------------------------------------------------------------------------
+// ---- ablations of the fusions ---------------------------------------------------------------------------------------
 
 [[kernel, max_total_threads_per_threadgroup(GEMV_THREADS)]] void moe_gemv(device const act *x [[buffer(0)]],
     device const int *ids [[buffer(1)]], device const uchar *w [[buffer(2)]], device act *y [[buffer(3)]],
     constant moe_gemv_params &p [[buffer(4)]], uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-    threadgroup float room[GEMV_ROOM];
-    const Team t = team_of(lane, simdgroup, simdgroups, p.rows_per_group, GEMV_ROWS);
+    threadgroup float scratch[GEMV_SCRATCH];
+    const GemvPlace t = gemv_place(lane, simdgroup, simdgroups, p.rows_per_group, GEMV_ROWS);
     const uint first = group.x * p.rows_per_group + t.first, e = group.y;
     uint row[GEMV_ROWS];
     float sums[GEMV_ROWS] = {};
@@ -98,6 +98,6 @@ inline uint choose_expert(device const float *logits, constant moe_gate_up_param
     PlainInput in = {x + (p.broadcast ? 0 : e * p.k)};
     const Matrix m = matrix_at(expert_at(w, uint(ids[e]), p.stride, p.k), p.stride, p.k, C_BITS, C_GROUP);
     add_product(m, row, p.k, t, in, sums);
-    const float sum = team_sum(sums, t, room);
+    const float sum = gemv_sum(sums, t, scratch);
     if (stores(t, first, GEMV_ROWS, p.n)) y[e * p.n + first + lane / 4] = act(sum);
 }

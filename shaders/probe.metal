@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GPU can do at most, for `lily doctor`: probe_level, probe_read, probe_matrix.
+// What the GPU can do at most, for `lily doctor`: copy, probe_level, probe_read, probe_matrix.
 //
 // probe_matrix multiplies with what gemm.metal uses: simdgroup_matrix, or, compiled as Metal 4, tensor operations.
 // Not handled: the rate of scalar arithmetic.
@@ -7,6 +7,16 @@
 #include "group.h"
 #include "matrix.h"
 #include "tensor.h"
+
+constant constexpr uint COPY_BLOCK = 65536; // bytes of a group
+
+kernel void copy(device const uchar *src [[buffer(0)]], device uchar *dst [[buffer(1)]],
+    constant copy_params &p [[buffer(2)]], uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
+    const uint first = group * (COPY_BLOCK / 16), end = min(first + COPY_BLOCK / 16, p.bytes / 16);
+    for (uint i = first + thread_index; i < end; i += threads)
+        ((device uint4 *)dst)[i] = ((device const uint4 *)src)[i];
+}
 
 kernel void probe_level(device uint *x [[buffer(0)]], uint thread_index [[thread_index_in_threadgroup]]) {
     if (thread_index == 0) x[0] += 1;

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from lily.bf16 import bf16_to_f32
 from lily.checkpoint.config import ModelConfig, QuantSpec, canonical_name, is_skipped
 from lily.checkpoint.generation_config import GENERATION_CONFIG_FILE, eos_token_ids, read_generation_config
 from lily.checkpoint.safetensors_file import Shards, TensorInfo, open_shards
@@ -135,7 +136,7 @@ class Checkpoint:
         if dtype == "U32":
             raise TypeError(f"{name} holds packed integers, not floating point")
         if dtype == "BF16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
+            return np.asarray(bf16_to_f32(stored))
         return stored.astype(np.float32, copy=False)
 
     def read_into(self, name: str, buffer: Any, rows: slice | None = None) -> None:

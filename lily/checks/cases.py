@@ -2,7 +2,7 @@
 """A dispatch of every kernel, at a small shape and at the real model's, as the plans of Lily itself have it.
 
 A case is the same dispatch twice: with grid and layout of the device under test, and with those of the reference.  The
-reference takes over what shows in results or in a case's name: how caches and vocabularies are cut into pieces, tiles.
+reference takes over what shows in results or in a case's name: how caches and vocabularies are cut, and tiles.
 Not handled: what the arguments hold (inputs.py).
 """
 
@@ -14,14 +14,10 @@ from typing import Any, NamedTuple
 
 from lily.checkpoint.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig, QuantSpec
 from lily.kernels import KERNELS
-from lily.plan import Builder, Dispatch, Plan, View, decode_plan, prefill_plan, sample_plan
-from lily.plan.memory import ACT_BYTES
+from lily.plan import Builder, Dispatch, Plan, View, decode_plan, every_plan, prefill_plan
+from lily.plan.weights_map import BYTES
 from lily.policy import ABLATIONS, POLICIES, Policy, policy_for
 
-# Kernels that multiply on a GPU's matrix unit, whose operands are bfloat16.
-MATRIX_KERNELS = frozenset(
-    ("gemm", "gemm_swiglu", "gemm_residual", "moe_gemm_gate_up", "moe_gemm_down", "moe_gemm_expanded", "attn_prefill")
-)
 # Paths of the cpu device that round the operands of products with 4-bit matrices to bfloat16.
 ROUNDING_ISAS = ("amx", "avx512bf16")
 
@@ -68,8 +64,9 @@ SIZES = {
 }
 MEASURED = Size("real", REAL, context=4096, rows=512, bucket=512, copied=8 << 20)
 
-# Off variants, some of which keep matrices in bfloat16, are for a few experts.
+# Plans of ablations, some of which keep matrices in bfloat16, are for a few experts.
 _FEW_EXPERTS = 32
+_SCORE_TOP = 4  # ids of a scored row
 
 # A kernel occurs once for each of its tiles, but for these: (kernel, label) → name of a second case.
 _VARIANTS = {("gemv_norm_f32", "lm_head"): "head", ("attn_decode", "long"): "long"}
@@ -104,7 +101,7 @@ class Case:
 def reference_policy(tested: Policy) -> Policy:
     """The cpu device's policy, with everything that shows in a kernel's results as ``tested`` has it."""
     shared = (
-        "attention_piece", "attention_pieces", "long_context", "long_piece", "sample_slice", "gemm_tiles", "moe_tiles",
+        "attention_split", "attention_splits", "long_context", "long_split", "sample_slice", "gemm_tiles", "moe_tiles",
         "buckets", "kv_step", "score_rows", "ablate",
     )  # fmt: skip
     return replace(POLICIES["cpu"], **{name: getattr(tested, name) for name in shared})
@@ -127,7 +124,7 @@ class _Planned(NamedTuple):
     config: ModelConfig
     rows: int = 1
     long: bool = False  # for long contexts: only what is different there is wanted
-    off: bool = False  # an off variant: only what replaces other kernels is wanted
+    ablation: bool = False  # only the kernels of the ablation are wanted
 
 
 class _Found(NamedTuple):
@@ -139,12 +136,12 @@ class _Found(NamedTuple):
 def _first_of_each(policy: Policy, size: Size) -> dict[tuple[str, str], _Found]:
     """(kernel, variant) → its first dispatch."""
     found: dict[tuple[str, str], _Found] = {}
-    for plan, config, rows, long, off in _plans(policy, size):
+    for plan, config, rows, long, ablation in _plans(policy, size):
         for dispatch in plan.dispatches:
             variant = _variant(dispatch, long)
-            if (variant or not long) and (dispatch.kernel.replaces or not off):
+            if (variant or not long) and (dispatch.kernel.ablation or not ablation):
                 found.setdefault((dispatch.kernel.name, variant), _Found(dispatch, config, rows))
-    for name, dispatch in unplanned(size.copied, ACT_BYTES[policy.act]).items():
+    for name, dispatch in unplanned(size.copied, BYTES[policy.act]).items():
         found.setdefault((name, ""), _Found(dispatch, size.config, 1))
     return found
 
@@ -156,33 +153,29 @@ def _variant(dispatch: Dispatch, long: bool) -> str:
 
 
 def _plans(policy: Policy, size: Size) -> Iterator[_Planned]:
-    """Every route first, then the off variants, then other tiles."""
-    config, capacity = size.config, policy.kv_capacity(size.context)
+    """Every route first, then the ablations, then other tiles."""
+    config, kv_tokens = size.config, policy.kv_tokens(size.context)
 
-    def decode(c: ModelConfig, p: Policy, capacity: int) -> Plan:
-        return decode_plan(Builder(c, p, capacity=capacity, context=size.context))
+    def plans(c: ModelConfig, p: Policy) -> Iterator[_Planned]:
+        for plan in every_plan(
+            c, p, kv_tokens=(kv_tokens,), rows=(size.bucket,), context=size.context, score_top=_SCORE_TOP
+        ):
+            yield _Planned(plan, c, 1 if plan.name.startswith(("decode", "sample")) else size.rows)
 
-    def prefill(c: ModelConfig, p: Policy, rows: int, top: int | None = None) -> Plan:
-        return prefill_plan(Builder(c, p, rows=rows, capacity=capacity, context=size.context), score_top=top)
-
-    yield _Planned(decode(config, policy, capacity), config)
+    yield from plans(config, policy)
     if policy.long_context <= config.max_position_embeddings:
-        yield _Planned(decode(config, policy, policy.long_context), config, long=True)
-    for greedy in (True, False):
-        sampling = Builder(config, policy, capacity=capacity)
-        yield _Planned(sample_plan(sampling, greedy=greedy, logprobs=not greedy), config)
-    yield _Planned(prefill(config, policy, size.bucket), config, size.rows)
-    yield _Planned(prefill(config, policy, size.bucket, 4), config, size.rows)
+        long = Builder(config, policy, kv_tokens=policy.long_context, context=size.context)
+        yield _Planned(decode_plan(long), config, long=True)
     few = replace(config, num_experts=min(_FEW_EXPERTS, config.num_experts))
     for name in ABLATIONS:
-        off = replace(policy, ablate=frozenset((name,)))
-        yield _Planned(decode(few, off, capacity), few, off=True)
-        yield _Planned(prefill(few, off, size.bucket), few, size.rows, off=True)
+        for planned in plans(few, replace(policy, ablate=frozenset((name,)))):
+            yield planned._replace(ablation=True)
     # The largest list first: there most experts have several tiles.
     for bucket in sorted((b for b in policy.buckets if b <= size.tiled), reverse=True):
         rows = bucket * 3 // 4 - 3  # some tiles are empty, and one is not full
         for p in (policy, replace(policy, ablate=frozenset(("fused-dequantisation",)))):
-            yield _Planned(prefill(config, p, bucket), config, rows)
+            tiles = Builder(config, p, rows=bucket, kv_tokens=kv_tokens, context=size.context)
+            yield _Planned(prefill_plan(tiles), config, rows)
 
 
 def unplanned(nbytes: int = 1 << 16, act: int = 4) -> dict[str, Dispatch]:
@@ -190,20 +183,20 @@ def unplanned(nbytes: int = 1 << 16, act: int = 4) -> dict[str, Dispatch]:
     block, side = 1 << 14, 64 * 64
     blocks = -(-nbytes // block)
     made = [
-        _dispatch("copy", (-(-nbytes // 65536),), 256, {"src": nbytes, "dst": nbytes}, bytes=nbytes),
-        _dispatch("probe_level", (1,), 32, {"x": 16}),
-        _dispatch("probe_read", (blocks,), 256, {"src": nbytes, "sums": 4 * blocks}, bytes=nbytes, block=block),
-        _dispatch("probe_matrix", (2,), 128, {"x": side * act, "w": side * act, "y": 2 * side * 4}, rounds=3),
+        _dispatch("copy", (-(-nbytes // 65536),), {"src": nbytes, "dst": nbytes}, bytes=nbytes),
+        _dispatch("probe_level", (1,), {"x": 16}),
+        _dispatch("probe_read", (blocks,), {"src": nbytes, "sums": 4 * blocks}, bytes=nbytes, block=block),
+        _dispatch("probe_matrix", (2,), {"x": side * act, "w": side * act, "y": 2 * side * 4}, rounds=3),
     ]
     return {dispatch.kernel.name: dispatch for dispatch in made}
 
 
-def _dispatch(kernel: str, grid: tuple[int, ...], threads: int, sizes: dict[str, int], **params: int) -> Dispatch:
+def _dispatch(kernel: str, grid: tuple[int, ...], sizes: dict[str, int], **params: int) -> Dispatch:
     row = KERNELS[kernel]
     views = tuple(View(a.name, 0, sizes[a.name]) for a in row.args)
     values = tuple(params[name] for name, _ in row.params)
     x, y, z = (*grid, 1, 1)[:3]
-    return Dispatch(row, kernel, (), views, values, (x, y, z), (threads, 1, 1))
+    return Dispatch(row, kernel, (), views, values, (x, y, z), (row.threads, 1, 1))
 
 
 def describe(dispatch: Dispatch, rows: int, position: int) -> str:

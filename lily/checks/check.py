@@ -3,7 +3,7 @@
 
 Integers, bits of ids and places that were not written have to be equal.  A number's error is measured against its own
 size or the root mean square of the result, whichever is greater; both the worst and the root mean square of the errors
-have limits (``limits_of``), which follow from what a device rounds.
+have a tolerance (``tolerance_of``), which follow from what a device rounds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from lily.checks.cases import MATRIX_KERNELS, ROUNDING_ISAS, Case, numbers
+from lily.checks.cases import ROUNDING_ISAS, Case, numbers
 from lily.checks.inputs import make_inputs
-from lily.checks.runs import Bench, lacks_room, nbytes
+from lily.checks.runs import Rig, nbytes, why_no_memory
 from lily.checks.values import Array, Value
 from lily.errors import DeviceError
 from lily.kernels import Arg
@@ -32,7 +32,7 @@ _NEIGHBOURS = (2.0**-7, 2.0**-9)
 # result; among a million results the worst lies at five times that.  gate and up are multiplied, hence twice.
 _OPERANDS = (16 * 2.0**-9, 3 * 2.0**-9)
 
-Limits = tuple[float, float]
+Tolerance = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Result:
     error_rms: float | None = None
     limit: float = 0.0
     limit_rms: float = 0.0
-    failed: Bench | None = None  # the device that gave the error
+    failed: Rig | None = None  # the device that gave the error
 
     def document(self) -> dict[str, Any]:
         found = {"status": self.status, "shape": self.case.shape}
@@ -60,11 +60,11 @@ class Result:
         }  # fmt: skip
 
 
-def check(case: Case, tested: Bench, reference: Bench) -> Result:
+def check(case: Case, tested: Rig, reference: Rig) -> Result:
     """Runs ``case`` on both; nothing that a device does is raised."""
-    no_room = lacks_room(4 * max(nbytes(case.tested), nbytes(case.reference)))
-    if no_room:
-        return Result(case, "skipped", no_room)
+    too_large = why_no_memory(4 * max(nbytes(case.tested), nbytes(case.reference)))
+    if too_large:
+        return Result(case, "skipped", too_large)
     inputs = make_inputs(case, tested.policy)
     try:
         want = reference.run(case.reference, inputs)
@@ -75,16 +75,16 @@ def check(case: Case, tested: Bench, reference: Bench) -> Result:
     except DeviceError as problem:
         return Result(case, "error", str(problem), failed=tested)
     isa = tested.device.info.get("isa")
-    return compare(case, got, want, inputs, lambda arg: limits_of(case, arg, tested.policy.act, isa))
+    return compare(case, got, want, inputs, lambda arg: tolerance_of(case, arg, tested.policy.act, isa))
 
 
-def limits_of(case: Case, arg: Arg, act: str, isa: object) -> Limits:
+def tolerance_of(case: Case, arg: Arg, act: str, isa: object) -> Tolerance:
     """(worst, root mean square) relative error of a written argument that rounding explains.
 
     ``act``: type of the device's activations; ``isa``: the cpu device's path.
     """
     parts = [_SINGLE]
-    if (act == "bf16" and case.kernel in MATRIX_KERNELS) or (isa in ROUNDING_ISAS and _multiplies_4_bits(case)):
+    if (act == "bf16" and case.tested.kernel.matrix) or (isa in ROUNDING_ISAS and _multiplies_4_bits(case)):
         parts.append(_OPERANDS)
     if act == "bf16" and arg.dtype == "act":
         parts.append(_STORED)
@@ -103,7 +103,7 @@ def compare(
     got: Mapping[str, Array],
     want: Mapping[str, Array],
     inputs: Mapping[str, Value],
-    limit: Callable[[Arg], Limits],
+    limit: Callable[[Arg], Tolerance],
 ) -> Result:
     """Holds written arguments against the reference's; of several, the one that comes nearest to its limit counts."""
     closest, result = -1.0, Result(case, "pass")

@@ -67,23 +67,31 @@ class _Inputs:
         size = count(arg, view, self.policy)
         if not arg.reads:
             return _unwritten(size, stored(arg, self.policy), arg.dtype)
-        special = _MAKERS.get(arg.name) if arg.dtype != "act" else None
-        value = special(self, size) if special else self._plain(arg, size)
-        return round_bf16(value) if arg.dtype in ("act", "bf16") else value
+        if arg.dtype == "act":
+            return round_bf16(self._activations(arg, size))
+        value = maker_of(self.case.kernel, arg.name)(self, size)
+        return round_bf16(value) if arg.dtype == "bf16" else value
 
-    def _plain(self, arg: Arg, size: int) -> Array:
-        if arg.dtype == "u8":
-            return self.rng.integers(0, 256, size, np.uint8)
-        if arg.dtype in ("i32", "u32"):
-            return self.rng.integers(0, 4, size).astype(np.int32 if arg.dtype == "i32" else np.uint32)
+    def _activations(self, arg: Arg, size: int) -> Array:
         if self.case.kernel == "probe_matrix":
             return self.rng.integers(-8, 9, size).astype(np.float32)  # sums of these are exact
-        noise = repeated(self.rng.standard_normal(min(size, _PERIOD), np.float32), size)
+        noise = self.noise(size)
         if self.case.kernel.startswith("gdn_scan") and arg.name in ("q", "k"):
             # As gdn_conv leaves them: k of length 1, q of length 1/√Dk; else the state would grow without end.
             length = math.sqrt(self.numbers["dk"])
             noise /= length if arg.name == "k" else length * length
         return noise
+
+    def noise(self, size: int) -> Array:
+        """Normal numbers of size 1."""
+        return repeated(self.rng.standard_normal(min(size, _PERIOD), np.float32), size)
+
+    def whole(self, size: int) -> Array:
+        """Small whole numbers."""
+        return self.rng.integers(0, 4, size).astype(np.int32)
+
+    def octets(self, size: int) -> Array:
+        return self.rng.integers(0, 256, size, np.uint8)
 
     # ---- structures
     def _step(self) -> Array:
@@ -130,9 +138,10 @@ class _Inputs:
         chosen = np.argsort(drawn, axis=1)[:, :active]
         return chosen.reshape(-1).astype(np.int32)
 
-    def ids(self, size: int) -> Array:
-        if self.case.kernel == "embed":
-            return self.rng.integers(0, self.case.config.vocab_size, size).astype(np.int32)
+    def text_ids(self, size: int) -> Array:
+        return self.rng.integers(0, self.case.config.vocab_size, size).astype(np.int32)
+
+    def chosen_ids(self, size: int) -> Array:
         out = np.zeros(size, np.int32)
         rows = size // self.case.config.experts_per_token
         out[:] = self.expert_ids(rows)
@@ -174,13 +183,13 @@ class _Inputs:
         return self.rng.uniform(0.3, 0.999, size).astype(np.float32)
 
     def small(self, size: int) -> Array:
-        return self._plain(Arg("", "r", "f32", ""), size) * np.float32(0.2)
+        return self.noise(size) * np.float32(0.2)
 
     def inv_freq(self, size: int) -> Array:
         return (_THETA ** (-np.arange(size) / size)).astype(np.float32)
 
     def part_ml(self, size: int) -> Array:
-        """(maximum, sum of exponentials) of pieces."""
+        """(maximum, sum of exponentials) of each split of the cache."""
         pairs = np.stack([self.rng.normal(0, 2, size // 2), self.rng.uniform(1, 50, size // 2)], axis=1)
         return pairs.astype(np.float32).reshape(-1)
 
@@ -188,20 +197,16 @@ class _Inputs:
         return (self.rng.uniform(0.2, 1.8, size) / self.case.config.experts_per_token).astype(np.float32)
 
     # ---- sampling
-    def logits(self, size: int) -> Array:
-        if "experts" in self.numbers or "limit" in self.numbers:
-            return self._plain(Arg("", "r", "f32", ""), size) * np.float32(2)
-        return self._peaked(size)
+    def even_logits(self, size: int) -> Array:
+        """Of experts, or of rows that are scored: nothing stands out."""
+        return self.noise(size) * np.float32(2)
 
-    def _peaked(self, size: int) -> Array:
+    def peaked_logits(self, size: int) -> Array:
         """Logits of a vocabulary; four ids have nearly all of the probability."""
-        out = self._plain(Arg("", "r", "f32", ""), size) * np.float32(0.5)
+        out = self.noise(size) * np.float32(0.5)
         ids = self.rng.choice(size - 8, len(_PEAKS), replace=False)
         out[ids] = [20 + math.log(p) for p in _PEAKS]
         return out
-
-    def y(self, size: int) -> Array:
-        return self._peaked(size)
 
     def _slices(self) -> tuple[Array, int]:
         """(logits, how many of them a group of the sampler reads)."""
@@ -249,14 +254,44 @@ class _Inputs:
         return np.zeros(size, np.int32)
 
 
+# What an argument holds that is read and is no activation, quantised matrix or structure.  A name means the same in
+# every kernel if it stands in the first table; others are in the second, so that a new kernel says what it takes.
 _MAKERS: dict[str, Callable[[_Inputs, int], Array]] = {
-    "norm": _Inputs.near_one, "q_norm": _Inputs.near_one, "k_norm": _Inputs.near_one, "conv_w": _Inputs.small,
-    "a_log": _Inputs.a_log, "gate": _Inputs.fraction, "beta": _Inputs.fraction, "s_in": _Inputs.small,
-    "inv_freq": _Inputs.inv_freq, "part_ml": _Inputs.part_ml, "weights": _Inputs.route_weights, "ids": _Inputs.ids,
-    "offsets": _Inputs.offsets, "order": _Inputs.order, "blocks": _Inputs.blocks, "logits": _Inputs.logits,
-    "y": _Inputs.y, "best": _Inputs.best, "stats": _Inputs.stats, "cut": _Inputs.cut, "history": _Inputs.token_ids,
-    "bias_ids": _Inputs.bias_ids, "target": _Inputs.target, "flags": _Inputs.zeros,
+    "norm": _Inputs.near_one, "q_norm": _Inputs.near_one, "k_norm": _Inputs.near_one, "inv_freq": _Inputs.inv_freq,
+    "conv_w": _Inputs.small, "a_log": _Inputs.a_log, "dt_bias": _Inputs.noise, "s_in": _Inputs.small,
+    "part_o": _Inputs.noise, "part_ml": _Inputs.part_ml, "offsets": _Inputs.offsets, "order": _Inputs.order,
+    "blocks": _Inputs.blocks, "best": _Inputs.best, "stats": _Inputs.stats, "cut": _Inputs.cut,
+    "flags": _Inputs.zeros, "history": _Inputs.token_ids, "bias_ids": _Inputs.bias_ids, "bias_values": _Inputs.noise,
+    "target": _Inputs.target, "top_ids": _Inputs.whole, "top_values": _Inputs.noise, "counts": _Inputs.whole,
+    "src": _Inputs.octets,
 }  # fmt: skip
+_MAKERS_OF: dict[tuple[str, str], Callable[[_Inputs, int], Array]] = {
+    (kernel, argument): maker
+    for kernels, argument, maker in (
+        ("gdn_scan gdn_scan_blocked", "gate", _Inputs.fraction),
+        ("gdn_scan gdn_scan_blocked", "beta", _Inputs.fraction),
+        ("embed", "ids", _Inputs.text_ids),
+        ("moe_down moe_gemv route_group", "ids", _Inputs.chosen_ids),
+        ("moe_down moe_combine", "weights", _Inputs.route_weights),
+        ("route_topk moe_gate_up moe_down moe_combine score_rows", "logits", _Inputs.even_logits),
+        ("argmax sample_logits top_logprobs advance", "logits", _Inputs.peaked_logits),
+        ("sample_filter sample_draw", "y", _Inputs.peaked_logits),
+        ("attn_decode attn_decode_prepared attn_prefill", "k", _Inputs.noise),
+        ("attn_decode attn_decode_prepared attn_prefill", "v", _Inputs.noise),
+        ("moe_gemm_expanded", "w", _Inputs.noise),
+        ("gdn_scan_blocked", "s_out", _Inputs.noise),
+        ("probe_level", "x", _Inputs.whole),
+    )
+    for kernel in kernels.split()
+}
+
+
+def maker_of(kernel: str, argument: str) -> Callable[[_Inputs, int], Array]:
+    """What makes the values of ``argument``; LookupError unless they are known for this very kernel."""
+    maker = _MAKERS_OF.get((kernel, argument)) or _MAKERS.get(argument)
+    if maker is None:
+        raise LookupError(f"lily/checks/inputs.py does not say what {argument} of {kernel} holds")
+    return maker
 
 
 def repeated(values: Array, size: int) -> Array:

@@ -29,20 +29,20 @@ class DeviceHangs(DeviceError):
     """A submission did not finish; the device, and its memory, cannot be used or given back."""
 
 
-class Bench:
+class Rig:
     """A device and the policy of its kernels, with what is needed to run single dispatches on it."""
 
     def __init__(self, open_device: Callable[[], Device], policy: Policy) -> None:
         self._open, self.policy = open_device, policy
         self.device = open_device()
-        self.hangs = self.failed = False  # failed: a submission, after which the device may not be what it was
+        self.hangs = self.failed = False  # after a failed submission the device may not be what it was
 
     def close(self) -> None:
-        if not self.hangs:  # else it would be waited for without end
+        if not self.hangs:  # closing waits for what runs, here without end
             self.device.close()
 
-    def recover(self) -> str | None:
-        """Puts a fresh device in place of one whose submission failed; why that is not possible, if it is not."""
+    def why_not_recovered(self) -> str | None:
+        """Puts a fresh device in place of one whose submission failed; None, or why that is not possible."""
         if self.hangs:
             return "an earlier kernel did not finish"
         if self.failed:
@@ -117,10 +117,10 @@ def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
     return [offsets[id(array)] for array in arrays], at
 
 
-def lacks_room(need: int) -> str | None:
-    """Why ``need`` bytes are not taken here, if they are not."""
-    room = available_bytes()
-    return None if need <= 0.8 * room else f"needs {gb(need)}, {gb(room)} are available"
+def why_no_memory(need: int) -> str | None:
+    """Why ``need`` bytes are not taken here; None if they are."""
+    free = available_bytes()
+    return None if need <= 0.8 * free else f"needs {gb(need)}, {gb(free)} are available"
 
 
 def nbytes(dispatch: Dispatch) -> int:

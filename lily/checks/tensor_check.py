@@ -13,19 +13,20 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lily.checks.cases import MATRIX_KERNELS, SMALL, Size, cases, reference_policy
+from lily.checks.cases import SMALL, Size, cases, reference_policy
 from lily.checks.check import check
-from lily.checks.runs import Bench
+from lily.checks.runs import Rig
 from lily.device.device import Device, open_device
 from lily.device.pipelines import compile_pipelines, pipelines_of
 from lily.errors import DeviceError
+from lily.kernels import KERNELS
 from lily.policy import policy_for
 
 # Attention uses tensor operations at head size 256.
 _SIZE = Size(
     "tensor", replace(SMALL, head_dim=256, rotary_dim=64), context=300, rows=93, bucket=128, copied=1 << 16, tiled=256
 )
-CHECKED = MATRIX_KERNELS - {"moe_gemm_expanded"}  # an off variant
+CHECKED = frozenset(name for name, kernel in KERNELS.items() if kernel.matrix and not kernel.ablation)
 
 
 def open_checked(name: str, **options: Any) -> Device:
@@ -33,25 +34,25 @@ def open_checked(name: str, **options: Any) -> Device:
     device = open_device(name, **options)
     if device.info.get("matrix") != "tensor":
         return device
-    bench = Bench(lambda: device, policy_for(device.name))
+    rig = Rig(lambda: device, policy_for(device.name))
     try:
-        fault = tensor_fault(bench)
+        fault = tensor_fault(rig)
     except BaseException:
-        bench.close()
+        rig.close()
         raise
     if fault:
-        bench.close()
+        rig.close()
         device = open_device(name, **(options | {"msl": "3.2"}))
     device.notes["tensor_check"] = f"failed, simdgroup_matrix is used: {fault}" if fault else "passed"
     return device
 
 
-def tensor_fault(tested: Bench) -> str:
+def tensor_fault(tested: Rig) -> str:
     """The first kernel with another result than the cpu device's, and how it differs; empty if there is none."""
-    reference = Bench(lambda: Device("cpu", threads=1), reference_policy(tested.policy))
+    reference = Rig(lambda: Device("cpu", threads=1), reference_policy(tested.policy))
     chosen = [case for case in cases(tested.policy.device, _SIZE) if case.kernel in CHECKED]
     try:
-        with suppress(DeviceError):  # which the check of that kernel tells
+        with suppress(DeviceError):  # the check of that kernel reports it
             compile_pipelines(tested.device, pipelines_of(case.tested for case in chosen))
         for case in chosen:
             result = check(case, tested, reference)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lily.device.weights import bf16_to_f32, f32_to_bf16, pack_matrices
+from lily.bf16 import bf16_to_f32, f32_to_bf16
+from lily.device.weights import pack_matrices
 from lily.kernels import Arg
 from lily.plan.views import Dispatch, View
 from lily.plan.weights_map import align

@@ -8,7 +8,7 @@ Layouts of a quantised matrix [n, k] (MLX words: 32/bits consecutive weights, lo
 ``rows16``  blocks of 16 rows, n padded with zeros; a block holds, per group of columns, (group·bits/32) × 16 words
             (word j of all 16 rows side by side), 16 scales and 16 biases: a vector register takes one word of 16 rows.
 
-Each tensor is read once, by pread, a bounded piece at a time.
+Each tensor is read once, by pread, a bounded part at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from lily.bf16 import bf16_to_f32, f32_to_bf16
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.config import QuantSpec
 from lily.device._pack import pack_rows16
@@ -28,9 +29,9 @@ from lily.plan.weights_map import Dense, Matrix, WeightsMap, align, matrix_bytes
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]
 
-_PIECE_BYTES = 32 << 20  # of packed weights that are held in host memory at once
+_PART_BYTES = 32 << 20  # packed weights held in host memory at once, at most
 _STORED = {"U32": np.uint32, "BF16": np.uint16, "F16": np.float16, "F32": np.float32}
-_UNSCALED = ("A_log", "dt_bias")  # tensors whose name has no .weight
+_UNSCALED = ("A_log", "dt_bias")  # these tensors have no .weight in their name
 
 
 def load_weights(
@@ -41,39 +42,17 @@ def load_weights(
     Raises CheckpointError where a tensor cannot be read or represented.
     """
     loader = _Loader(checkpoint, buffers, progress)
-    loader.matrix(weights.embed)
     loader.inverse_frequencies(weights)
-    for layer in weights.layers:
-        for matrix in _matrices(layer):
-            loader.matrix(matrix)
-        for dense in _dense(layer):
-            loader.dense(dense)
-    loader.dense(weights.norm)
-    loader.matrix(weights.head)
+    for tensor in weights.placed:
+        if isinstance(tensor, Matrix):
+            loader.matrix(tensor)
+        else:
+            loader.dense(tensor)
 
 
 def _is_model_norm(module: str) -> bool:
     """Whether Hugging Face stores w of a factor 1 + w here: layer, final, q and k norms, but not GDN's own norm."""
     return module.endswith("norm") and not module.endswith("linear_attn.norm")
-
-
-def _fields(value: Any) -> Iterator[Any]:
-    for name in value.__dataclass_fields__:
-        item = getattr(value, name)
-        if name == "moe":
-            yield from _fields(item)
-        elif isinstance(item, tuple):
-            yield from item
-        else:
-            yield item
-
-
-def _matrices(layer: object) -> Iterator[Matrix]:
-    return (f for f in _fields(layer) if isinstance(f, Matrix))
-
-
-def _dense(layer: object) -> Iterator[Dense]:
-    return (f for f in _fields(layer) if isinstance(f, Dense))
 
 
 class Weights:
@@ -139,7 +118,7 @@ class _Loader:
             write(out, words, scales, biases, m.spec.bits, m.spec.group_size)
 
     def _expert_ranges(self, m: Matrix) -> Iterator[tuple[int, int]]:
-        step = max(1, _PIECE_BYTES // m.expert_bytes)
+        step = max(1, _PART_BYTES // m.expert_bytes)
         for first in range(0, m.experts, step):
             yield first, min(step, m.experts - first)
 
@@ -199,14 +178,3 @@ def pack_matrices(layout: str, words: Any, scales: Any, biases: Any, bits: int, 
     out = np.zeros((count, one), np.uint8)
     _WRITERS[layout](out, words, scales, biases, bits, group)
     return out
-
-
-def f32_to_bf16(x: Any) -> Any:
-    """Bits of bfloat16, rounded to nearest even."""
-    u = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def bf16_to_f32(bits: Any) -> Any:
-    """float32 values of bfloat16 bits."""
-    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)

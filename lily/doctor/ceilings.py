@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from lily.checks.cases import unplanned
-from lily.checks.runs import Bench
+from lily.checks.runs import Rig
 from lily.device.device import CommandList
 from lily.errors import DeviceError
-from lily.plan.memory import ACT_BYTES
 from lily.plan.views import Dispatch
+from lily.plan.weights_map import BYTES
 
 ARENA = 256 << 20  # bytes: more than the caches of the machines that Lily runs on
 BUDGET = 0.3  # seconds for one figure, where a run is short enough
@@ -48,19 +48,19 @@ def median_seconds(run: Callable[[], float]) -> float:
     return statistics.median(times)
 
 
-def device_seconds(bench: Bench, item: CommandList) -> Callable[[], float]:
+def device_seconds(rig: Rig, item: CommandList) -> Callable[[], float]:
     """Runs of a list, by the device's own clock, or by the host's where it has none."""
 
     def run() -> float:
         start = time.perf_counter()
-        seconds = bench.seconds(item)
+        seconds = rig.seconds(item)
         return seconds if seconds > 0 else time.perf_counter() - start
 
     return run
 
 
-def limits(bench: Bench) -> tuple[dict[str, Any], str | None]:
-    """(all of the above, why ``bench`` cannot be used any more, if so).
+def limits(rig: Rig) -> tuple[dict[str, Any], str | None]:
+    """(all of the above, why ``rig`` cannot be used any more, if so).
 
     A limit that cannot be measured is None, its reason under ``problems``.
     """
@@ -68,12 +68,12 @@ def limits(bench: Bench) -> tuple[dict[str, Any], str | None]:
     found: dict[str, Any] = {"arena_bytes": arena}
     problems: dict[str, str] = {}
     figures: tuple[tuple[str, Callable[[], float]], ...] = (
-        ("read_bytes_per_s", lambda: _read(bench, arena)),
-        ("copy_bytes_per_s", lambda: _copy(bench, arena)),
-        ("matrix_flop_per_s", lambda: _matrix(bench)),
-        ("level_s", lambda: _levels(bench, dependent=True)),
-        ("dispatch_s", lambda: _levels(bench, dependent=False)),
-        ("submit_s", lambda: _submit(bench)),
+        ("read_bytes_per_s", lambda: _read(rig, arena)),
+        ("copy_bytes_per_s", lambda: _copy(rig, arena)),
+        ("matrix_flop_per_s", lambda: _matrix(rig)),
+        ("level_s", lambda: _levels(rig, dependent=True)),
+        ("dispatch_s", lambda: _levels(rig, dependent=False)),
+        ("submit_s", lambda: _submit(rig)),
     )
     given_up = None
     for name, measure in figures:
@@ -83,7 +83,7 @@ def limits(bench: Bench) -> tuple[dict[str, Any], str | None]:
                 found[name] = measure()
             except DeviceError as problem:
                 problems[name] = str(problem)
-                given_up = bench.recover()
+                given_up = rig.why_not_recovered()
     return {**found, "problems": problems}, given_up
 
 
@@ -97,31 +97,31 @@ def _probe(name: str) -> Dispatch:
     return unplanned()[name]
 
 
-def _read(bench: Bench, arena: int) -> float:
+def _read(rig: Rig, arena: int) -> float:
     groups = arena // _BLOCK
     dispatch = replace(_probe("probe_read"), params=(arena, _BLOCK), grid=(groups, 1, 1))
     words = np.arange(arena // 4, dtype=np.uint32) * np.uint32(2654435761)
     contents = {"src": words.view(np.uint8), "sums": np.zeros(4 * groups, np.uint8)}
-    with bench.recorded([dispatch], [contents]) as (item, buffers):
-        seconds = median_seconds(device_seconds(bench, item))
+    with rig.recorded([dispatch], [contents]) as (item, buffers):
+        seconds = median_seconds(device_seconds(rig, item))
         sums = buffers["sums"].array(np.uint32, groups)
         if not np.array_equal(sums, words.reshape(groups, -1).sum(1, dtype=np.uint32)):
             raise DeviceError("probe_read added up wrongly: the figure would mean nothing")
     return arena / seconds
 
 
-def _copy(bench: Bench, arena: int) -> float:
+def _copy(rig: Rig, arena: int) -> float:
     half = arena // 2
     dispatch = replace(_probe("copy"), params=(half,), grid=(half >> 16, 1, 1))
     contents = {name: np.full(half, value, np.uint8) for name, value in (("src", 1), ("dst", 0))}
-    with bench.recorded([dispatch], [contents]) as (item, _):
-        return 2 * half / median_seconds(device_seconds(bench, item))
+    with rig.recorded([dispatch], [contents]) as (item, _):
+        return 2 * half / median_seconds(device_seconds(rig, item))
 
 
-def _matrix(bench: Bench) -> float:
+def _matrix(rig: Rig) -> float:
     """Rounds are doubled until a run is long enough to be measured."""
-    groups = 8 * int(bench.device.info.get("threads", 0)) or _MATRIX_GROUPS
-    act = ACT_BYTES[bench.policy.act]
+    groups = 8 * int(rig.device.info.get("threads", 0)) or _MATRIX_GROUPS
+    act = BYTES[rig.policy.act]
     one = np.float32(1).view(np.uint32)
     side = 64 * 64
     x = np.full(side, one if act == 4 else one >> 16, np.uint32 if act == 4 else np.uint16).view(np.uint8)
@@ -129,8 +129,8 @@ def _matrix(bench: Bench) -> float:
     rounds = 8
     while True:
         dispatch = replace(_probe("probe_matrix"), params=(rounds,), grid=(groups, 1, 1))
-        with bench.recorded([dispatch], [contents]) as (item, buffers):
-            run = device_seconds(bench, item)
+        with rig.recorded([dispatch], [contents]) as (item, buffers):
+            run = device_seconds(rig, item)
             run()
             if run() >= _MATRIX_SECONDS or rounds >= 1 << 16:
                 seconds = median_seconds(run)
@@ -140,17 +140,17 @@ def _matrix(bench: Bench) -> float:
         rounds *= 2
 
 
-def _levels(bench: Bench, dependent: bool) -> float:
+def _levels(rig: Rig, dependent: bool) -> float:
     """Seconds a dispatch: all add to one word, one after the other, or each to its own, with no barrier."""
     shared = np.zeros(16, np.uint8)
     contents = [{"x": shared if dependent else np.zeros(16, np.uint8)} for _ in range(LEVELS)]
-    with bench.recorded([_probe("probe_level")] * LEVELS, contents, barriers=dependent) as (item, buffers):
+    with rig.recorded([_probe("probe_level")] * LEVELS, contents, barriers=dependent) as (item, buffers):
         runs = 0
 
         def run() -> float:
             nonlocal runs
             runs += 1
-            return device_seconds(bench, item)()
+            return device_seconds(rig, item)()
 
         seconds = median_seconds(run) / LEVELS
         places, expected = (1, runs * LEVELS) if dependent else (LEVELS, runs)
@@ -163,12 +163,12 @@ def _levels(bench: Bench, dependent: bool) -> float:
     return seconds
 
 
-def _submit(bench: Bench) -> float:
-    with bench.recorded([_probe("probe_level")], [{"x": np.zeros(16, np.uint8)}]) as (item, _):
+def _submit(rig: Rig) -> float:
+    with rig.recorded([_probe("probe_level")], [{"x": np.zeros(16, np.uint8)}]) as (item, _):
 
         def run() -> float:
             start = time.perf_counter()
-            bench.seconds(item)
+            rig.seconds(item)
             return time.perf_counter() - start
 
         return statistics.median(run() for _ in range(_SUBMISSIONS))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from typing import Any
 
-from lily.checks.cases import MATRIX_KERNELS, MEASURED, SIZES, Case, cases, reference_policy
+from lily.checks.cases import MEASURED, SIZES, Case, cases, reference_policy
 from lily.checks.check import check
-from lily.checks.runs import Bench
+from lily.checks.runs import Rig
 from lily.checks.tensor_check import open_checked
 from lily.device.device import Device
 from lily.device.kinds import choose_device, kind_of
@@ -38,7 +38,7 @@ _SPARED = (
 class Examiner:
     """Writes what it finds into ``document``."""
 
-    tested: Bench
+    tested: Rig
 
     def __init__(
         self, document: dict[str, Any], device: str, threads: int | None, kernels: Collection[str],
@@ -58,7 +58,7 @@ class Examiner:
     def run(self, sizes: Collection[str] | None, quick: bool) -> None:
         """All parts; ``quick`` leaves out what measures, ``sizes`` are all without it."""
         try:
-            with closing(Bench(lambda: Device(self.name, **self.options), policy_for(self.name))) as self.tested:
+            with closing(Rig(lambda: Device(self.name, **self.options), policy_for(self.name))) as self.tested:
                 self.device |= {"opened": True, **paths.opened(self.tested.device)}
                 self._check(SIZES if sizes is None else sizes)
                 if not quick and self.given_up is None:
@@ -113,7 +113,7 @@ class Examiner:
         except DeviceError as error:
             return f"failed, and without them the device does not open: {error}"
 
-    def _open_reference(self) -> Bench | None:
+    def _open_reference(self) -> Rig | None:
         """For a GPU the fastest path of the cpu device that rounds nothing; for the cpu device its portable path."""
         try:
             options: dict[str, Any]
@@ -123,7 +123,7 @@ class Examiner:
                 with Device("cpu") as cpu:
                     isas = str(cpu.info["isas"]).split(",")
                 options = {"isa": next(isa for isa in ("neon", "avx512", "avx2", "portable") if isa in isas)}
-            reference = Bench(lambda: Device("cpu", **options), reference_policy(self.tested.policy))
+            reference = Rig(lambda: Device("cpu", **options), reference_policy(self.tested.policy))
         except DeviceError as error:
             self._problem("reference, the cpu device", str(error), _REFERENCE)
             self.unchecked = f"there is no reference: {error}"
@@ -131,7 +131,7 @@ class Examiner:
         self.document["reference"] = {"name": "cpu", **reference.device.info}
         return reference
 
-    def _check_case(self, case: Case, size: str, reference: Bench | None) -> None:
+    def _check_case(self, case: Case, size: str, reference: Rig | None) -> None:
         row = self.rows.setdefault(case.name, {"kernel": case.kernel, "variant": case.variant, "checks": {}})
         why = self.given_up or self.unchecked
         if reference is None or why is not None:
@@ -144,13 +144,13 @@ class Examiner:
             remedy = _REFERENCE if blamed else self._remedy(case, result.status)
             self._problem(f"kernel {case.name}, {size} shape", result.text, remedy)
         if result.failed is reference:
-            why = reference.recover()
+            why = reference.why_not_recovered()
             self.unchecked = why and f"on the reference device: {why}"
         elif result.failed is not None:
-            self.given_up = self.tested.recover()
+            self.given_up = self.tested.why_not_recovered()
 
     def _remedy(self, case: Case, status: str) -> str:
-        if case.kernel in MATRIX_KERNELS and self.device.get("tensor_check", "passed") != "passed":
+        if case.tested.kernel.matrix and self.device.get("tensor_check", "passed") != "passed":
             return _SPARED
         what = "results are wrong: do not trust what this device writes" if status == "fail" else "it does not run"
         return f"{what}; {self._instead()}"
@@ -184,7 +184,7 @@ class Examiner:
         row["rate"] = {"status": "skipped", "text": why} if why else measure(case, self.tested)
         if row["rate"]["status"] == "error":
             self._problem(f"kernel {case.name}, measured", row["rate"]["text"], self._remedy(case, "error"))
-            self.given_up = self.tested.recover()
+            self.given_up = self.tested.why_not_recovered()
 
     def _generate(self) -> None:
         self.say("running the embedded model")

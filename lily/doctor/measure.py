@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lily.checks.cases import MATRIX_KERNELS, Case, numbers
+from lily.checks.cases import Case, numbers
 from lily.checks.inputs import make_inputs
-from lily.checks.runs import Bench, lacks_room, nbytes
+from lily.checks.runs import Rig, nbytes, why_no_memory
 from lily.checks.values import Array, encoded
 from lily.doctor import ceilings
 from lily.doctor.ceilings import device_seconds, median_seconds
@@ -31,16 +31,16 @@ _TIMED = frozenset(
 )
 
 
-def measure(case: Case, bench: Bench) -> dict[str, Any]:
+def measure(case: Case, rig: Rig) -> dict[str, Any]:
     """Seconds of a dispatch, bytes or operations a second, and which limit binds it: memory, matrix, or none."""
-    no_room = lacks_room(3 * nbytes(case.tested) + 2 * ceilings.ARENA)
-    if no_room:
-        return {"status": "skipped", "text": no_room}
+    too_large = why_no_memory(3 * nbytes(case.tested) + 2 * ceilings.ARENA)
+    if too_large:
+        return {"status": "skipped", "text": too_large}
     try:
-        seconds = _seconds(case, bench)
+        seconds = _seconds(case, rig)
     except DeviceError as problem:
         return {"status": "error", "text": str(problem)}
-    return {"status": "measured", "shape": case.shape, "seconds": seconds, **_rates(case, bench, seconds)}
+    return {"status": "measured", "shape": case.shape, "seconds": seconds, **_rates(case, rig, seconds)}
 
 
 def operations(case: Case) -> int:
@@ -48,7 +48,7 @@ def operations(case: Case) -> int:
     p, rows = numbers(case.tested), case.rows
     if case.kernel == "attn_prefill":
         return int(4 * p["hq"] * p["dim"] * sum(case.position + m + 1 for m in range(rows)))
-    if case.kernel not in MATRIX_KERNELS | {"gemm_f32"}:
+    if not case.tested.kernel.matrix and case.kernel != "gemm_f32":
         return 0
     matrices = 2 if case.kernel in ("gemm_swiglu", "moe_gemm_gate_up") else 1
     return int(2 * rows * p.get("active", 1) * matrices * p["n"] * p["k"])
@@ -63,11 +63,11 @@ def share(rate: dict[str, Any], used: dict[str, Any]) -> float | None:
     return float(rate[value] / used[limit]) if used[limit] else None
 
 
-def _rates(case: Case, bench: Bench, seconds: float) -> dict[str, Any]:
+def _rates(case: Case, rig: Rig, seconds: float) -> dict[str, Any]:
     work = operations(case)
     if work:
         # Other products are done in float32 on the cpu device, and the router's everywhere.
-        unit = case.kernel != "gemm_f32" and (bench.policy.act == "bf16" or numbers(case.tested).get("bits") == 4)
+        unit = case.kernel != "gemm_f32" and (rig.policy.act == "bf16" or numbers(case.tested).get("bits") == 4)
         return {"bound": "matrix" if unit else "arithmetic", "flop_per_s": work / seconds}
     moved = case.tested.bytes_read + case.tested.bytes_written
     if case.kernel in _TIMED or moved < _LARGE:
@@ -75,14 +75,14 @@ def _rates(case: Case, bench: Bench, seconds: float) -> dict[str, Any]:
     return {"bound": "memory", "bytes": moved, "bytes_per_s": moved / seconds}
 
 
-def _seconds(case: Case, bench: Bench) -> float:
-    first = encoded(case.tested, make_inputs(case, bench.policy), bench.policy)
+def _seconds(case: Case, rig: Rig) -> float:
+    first = encoded(case.tested, make_inputs(case, rig.policy), rig.policy)
     contents = [first]
     repeats = 1 if operations(case) else _repeats(case)
     for i in range(1, repeats):
-        contents.append(_varied(case, bench, first, i))
-    with bench.recorded([case.tested] * repeats, contents) as (item, _):
-        return median_seconds(device_seconds(bench, item)) / repeats
+        contents.append(_varied(case, rig, first, i))
+    with rig.recorded([case.tested] * repeats, contents) as (item, _):
+        return median_seconds(device_seconds(rig, item)) / repeats
 
 
 def _repeats(case: Case) -> int:
@@ -91,7 +91,7 @@ def _repeats(case: Case) -> int:
     return _REPEATS if case.kernel in _CHOOSES or not large else max(1, min(_COPIES, ceilings.ARENA // large))
 
 
-def _varied(case: Case, bench: Bench, first: dict[str, Array], turn: int) -> dict[str, Array]:
+def _varied(case: Case, rig: Rig, first: dict[str, Array], turn: int) -> dict[str, Array]:
     """The arguments of dispatch ``turn``: large ones in memory of their own, other experts."""
     chooses = _CHOOSES.get(case.kernel)
     out = dict(first)

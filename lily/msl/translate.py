@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lily.msl.pieces import declared_names, kernel_argument, literal, swizzle
+from lily.msl.rewrites import declared_names, kernel_argument, literal, swizzle
 from lily.msl.syntax import (
     CLOSE,
     OPEN,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from lily.checkpoint.config import ModelConfig
@@ -10,33 +11,46 @@ from lily.errors import InvalidRequestError
 from lily.kernels import KERNELS
 from lily.plan import legal
 from lily.plan.hazards import schedule
-from lily.plan.memory import ACT_BYTES, StateLayout, kv_row_bytes, step_buffers
-from lily.plan.views import Dispatch, Plan, View
-from lily.plan.weights_map import WeightsMap, align, map_weights
+from lily.plan.memory import StateLayout, kv_row_bytes, step_buffers
+from lily.plan.views import Dispatch, Plan, Values, View
+from lily.plan.weights_map import BYTES, Dense, Matrix, WeightsMap, align, map_weights
 from lily.policy import Policy
 
 
 class Builder:
     """Collects the dispatches of one list.
 
-    ``rows`` is the row bucket, ``capacity`` how many tokens of the KV cache it may use, ``context`` the number
-    of tokens that traffic is counted for.
+    ``rows`` is the row bucket, ``kv_tokens`` how many tokens of the KV cache it may use, ``context`` the number of
+    tokens that traffic is counted for.
     """
 
     def __init__(
-        self, config: ModelConfig, policy: Policy, *, rows: int = 1, capacity: int = 0, context: int | None = None,
+        self, config: ModelConfig, policy: Policy, *, rows: int = 1, kv_tokens: int = 0, context: int | None = None,
         weights: WeightsMap | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.policy, self.rows, self.capacity = config, policy, rows, capacity
-        self.context = capacity if context is None else context
+        self.config, self.policy, self.rows, self.kv_tokens = config, policy, rows, kv_tokens
+        self.context = kv_tokens if context is None else context
         self.weights = weights or map_weights(config, policy)
         self.state = StateLayout.of(config, policy)
-        self.act_bytes = ACT_BYTES[policy.act]
+        self.act_bytes = BYTES[policy.act]
         self.dispatches: list[Dispatch] = []
         self._scratch: dict[str, View] = {}
         self._scratch_used = 0
-        self._fixed = step_buffers(config, policy, capacity)
+        self._fixed = step_buffers(config, policy, kv_tokens)
+        self._same = self._same_everywhere()
         self._prefix = ""
+
+    def _same_everywhere(self) -> Values:
+        """Values that a name has in every row of the kernel table: those of the sequence and of the model."""
+        c = self.config
+        return {
+            "step": self.fixed("step.in"), "request": self.fixed("request"), "inv_freq": self.weights.inv_freq,
+            "eps": c.rms_norm_eps, "hidden": c.hidden_size,
+            "experts": c.num_experts, "active": c.experts_per_token, "renorm": c.norm_topk_prob,
+            "hq": c.num_heads, "hkv": c.num_kv_heads, "dim": c.head_dim, "rot": c.rotary_dim,
+            "hk": c.linear_num_key_heads, "hv": c.linear_num_value_heads, "dk": c.linear_key_head_dim,
+            "dv": c.linear_value_head_dim, "taps": c.conv_kernel,
+        }  # fmt: skip
 
     # ---- memory
     def scratch(self, name: str, nbytes: int) -> View:
@@ -51,21 +65,32 @@ class Builder:
 
     def act(self, name: str, *shape: int) -> View:
         """Scratch for activations of ``shape``."""
-        return self.scratch(name, _product(shape) * self.act_bytes)
+        return self.scratch(name, prod(shape) * self.act_bytes)
 
     def f32(self, name: str, *shape: int) -> View:
-        return self.scratch(name, _product(shape) * 4)
+        """Scratch for float32 numbers of ``shape``."""
+        return self.scratch(name, prod(shape) * BYTES["f32"])
 
-    i32 = f32
+    i32 = f32  # of the same width
 
     def fixed(self, name: str) -> View:
         """One of the sequence's small buffers (``memory.step_buffers``), whole."""
         return View(name, 0, self._fixed[name])
 
-    def kv(self, layer: int, which: str) -> View:
-        """K or V cache of ``layer``, [capacity, Hkv, D] bf16: ``context`` rows count as read, ``rows`` as written."""
+    def kv(self, layer: int) -> Values:
+        """K and V of ``layer``, [kv_tokens, Hkv, D] bf16: ``context`` rows count as read, ``rows`` as written."""
         row = kv_row_bytes(self.config)
-        return View(f"kv.{layer}.{which}", 0, self.capacity * row).using(self.context * row, self.rows * row)
+        whole = (View(f"kv.{layer}.{which}", 0, self.kv_tokens * row) for which in "kv")
+        k, v = (view.using(self.context * row, self.rows * row) for view in whole)
+        return {"k": k, "v": v}
+
+    def conv_rows(self, layer: int) -> Values:
+        """Convolution rows of a GDN layer, [taps-1, C], before and after the step."""
+        return {"conv_in": self.state.conv_view(layer, "in"), "conv_out": self.state.conv_view(layer, "out")}
+
+    def recurrent(self, layer: int) -> Values:
+        """Recurrent state of a GDN layer, [Hv, Dk, Dv] float32, before and after the step."""
+        return {"s_in": self.state.recurrent_view(layer, "in"), "s_out": self.state.recurrent_view(layer, "out")}
 
     # ---- dispatch
     def layer(self, index: int | None) -> None:
@@ -73,44 +98,43 @@ class Builder:
         self._prefix = "" if index is None else f"layers.{index}."
 
     def dispatch(
-        self, kernel: str, grid: tuple[int, ...], threads: int = 1, *, label: str = "",
-        constants: dict[str, int] | None = None, params: dict[str, int | float] | None = None, host: bool = False,
-        **args: Any,
-    ) -> None:  # fmt: skip
-        """Records ``kernel`` on a grid of groups; every argument, parameter and constant of its row must be given.
+        self, kernel: str, grid: tuple[int, ...], threads: int = 0, *, label: str = "", host: bool = False, **given: Any
+    ) -> None:
+        """Records ``kernel`` on a grid of groups.
 
-        ``args`` are the row's buffers by name: View, Dense or Matrix.  ``host``: the host runs it, not the device.
+        ``given`` are buffers (View, Dense or Matrix), parameters and constants by their names in the kernel's row: all
+        of them, except those that mean the same in every row (``_same_everywhere``).  ``threads`` of a group are given
+        where the row leaves them to the policy.  ``host``: the host runs it, not the device.
         """
         k = KERNELS[kernel]
-        constants, params = constants or {}, params or {}
-        for what, given, wanted in (
-            ("arguments", args.keys(), [a.name for a in k.args]),
-            ("parameters", params.keys(), [n for n, _ in k.params]),
-            ("constants", constants.keys(), list(k.constants)),
-        ):
-            if set(given) != set(wanted):
-                raise ValueError(f"{kernel}: {what} are {sorted(wanted)}, given were {sorted(given)}")
-        if threads > k.max_threads:
-            raise ValueError(f"{kernel}: {threads} threads, allowed are {k.max_threads}")
+        buffers, params = [a.name for a in k.args], [name for name, _ in k.params]
+        names = [*buffers, *params, *k.constants]
+        values = {name: self._same[name] for name in names if name in self._same} | given
+        if values.keys() != set(names):
+            raise ValueError(f"{kernel} takes {sorted(names)}, given were {sorted(given)}")
+        if bool(threads) == bool(k.threads) or threads > k.max_threads:
+            allowed = f"the table says {k.threads}" if k.threads else f"1 to {k.max_threads} are allowed"
+            raise ValueError(f"{kernel}: {threads} threads were given, {allowed}")
         label = self._prefix + (label or kernel)
-        legal.check(k, {**params, **constants}, policy=self.policy, source=self.config.source, label=label)
-        views = tuple(v if isinstance(v, View) else v.view for v in (args[a.name] for a in k.args))
+        numbers = {name: values[name] for name in (*params, *k.constants)}
+        legal.check(k, numbers, policy=self.policy, source=self.config.source, label=label)
+        x, y, z = (*grid, 1, 1)[:3]
         self.dispatches.append(
             Dispatch(
                 kernel=k,
                 label=label,
-                constants=tuple(int(constants[n]) for n in k.constants),
-                views=views,
-                params=tuple(params[n] for n, _ in k.params),
-                grid=(*grid, 1, 1)[:3],  # type: ignore[arg-type]
-                threads=(threads, 1, 1),
+                constants=tuple(int(values[name]) for name in k.constants),
+                views=tuple(_view(values[name]) for name in buffers),
+                params=tuple(values[name] for name in params),
+                grid=(x, y, z),
+                threads=(threads or k.threads, 1, 1),
                 host=host,
             )
         )
 
     def finish(self, name: str) -> Plan:
         """The scheduled plan."""
-        done = schedule(self.dispatches, every=self.policy.off("overlap"))
+        done = schedule(self.dispatches, every=self.policy.ablated("overlap"))
         buffers: dict[str, int] = {}
         for d in done:
             for v in d.views:
@@ -118,11 +142,8 @@ class Builder:
         return Plan(name, done, self._scratch_used, buffers)
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n
+def _view(buffer: View | Dense | Matrix) -> View:
+    return buffer if isinstance(buffer, View) else buffer.view
 
 
 def groups(n: int, per_group: int) -> int:

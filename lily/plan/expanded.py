@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill without dequantisation inside the grouped GEMM: what it replaced (``Policy.off("fused-dequantisation")``).
+"""Prefill without dequantisation inside the grouped GEMM: the ablation ``fused-dequantisation``.
 
 The experts' matrices are written to memory as bfloat16, one module after the other into the same place, and multiplied
 from there.
@@ -7,60 +7,46 @@ from there.
 
 from __future__ import annotations
 
-from typing import Any
-
 from lily.plan.builder import Builder, groups
-from lily.plan.tiles import GEMM_THREADS, Tile
+from lily.plan.layers import swiglu
+from lily.plan.tiles import Routed, Tile
 from lily.plan.views import View
-from lily.plan.weights_map import Matrix, MoeWeights
-
-BF16_BYTES = 2
-EXPAND_THREADS = 128
+from lily.plan.weights_map import BYTES, Matrix, MoeWeights
 
 
-def expanded_experts(
-    b: Builder, w: MoeWeights, x: View, y: View, routed: dict[str, Any], tile_m: int, blocks: int
-) -> None:
+def expanded_experts(b: Builder, w: MoeWeights, x: View, y: View, routed: Routed) -> None:
     """``prefill.routed_experts`` as expansions, products and the activation."""
     c = b.config
-    n, hidden, assignments = c.moe_intermediate_size, c.hidden_size, b.rows * c.experts_per_token
-    tile, act = Tile.of(b.policy, tile_m), b.act("expert_act", assignments, n)
-    room = b.scratch("expanded", max(_bytes(w.gate_up), _bytes(w.down)))
-    dense = _expand(b, w.gate_up, room)
-    halves = b.act("expert_gate", assignments, n), b.act("expert_up", assignments, n)
-    for part, half in zip(w.gate_up.parts, halves, strict=True):
-        _multiply(b, w.gate_up, dense, part.first, n, x, half, routed, tile, blocks, gather=True)
-    b.dispatch("swiglu", (assignments,), 256, gate=halves[0], up=halves[1], y=act, params={"n": n, "rows": assignments})
-    _multiply(b, w.down, _expand(b, w.down, room), 0, hidden, act, y, routed, tile, blocks, gather=False)
+    n, assignments = c.moe_intermediate_size, b.rows * c.experts_per_token
+    act = b.act("expert_act", assignments, n)  # [M·A, I]
+    dense = b.scratch("expanded", max(_nbytes(w.gate_up), _nbytes(w.down)))
+    gate, up = b.act("expert_gate", assignments, n), b.act("expert_up", assignments, n)  # [M·A, I] each
+
+    _expand(b, w.gate_up, dense)
+    for part, half in zip(w.gate_up.parts, (gate, up), strict=True):
+        _multiply(b, w.gate_up, dense, part.first, n, x, half, routed, gather=True)
+    swiglu(b, gate, up, act, assignments, n)
+    _expand(b, w.down, dense)
+    _multiply(b, w.down, dense, 0, c.hidden_size, act, y, routed, gather=False)
 
 
-def _bytes(w: Matrix) -> int:
-    return w.experts * w.n * w.k * BF16_BYTES
+def _nbytes(w: Matrix, experts: int | None = None, rows: int | None = None) -> int:
+    return (experts or w.experts) * (rows or w.n) * w.k * BYTES["bf16"]
 
 
-def _expand(b: Builder, w: Matrix, room: View) -> View:
-    """All experts' rows of ``w``, padding included, at the start of ``room``."""
-    dense = room.part(0, _bytes(w))
-    b.dispatch(
-        "expand", (w.experts * w.n,), EXPAND_THREADS, w=w, y=dense, params={"experts": w.experts, "n": w.n, "k": w.k},
-        constants=w.constants,
-    )  # fmt: skip
-    return dense
+def _expand(b: Builder, w: Matrix, dense: View) -> None:
+    """All experts' rows of ``w``, padding included, to the start of ``dense``."""
+    b.dispatch("expand", (w.experts * w.n,), w=w, y=dense.part(0, _nbytes(w)), n=w.n, k=w.k, **w.constants)
 
 
 def _multiply(
-    b: Builder, w: Matrix, dense: View, first: int, n: int, x: View, y: View, routed: dict[str, Any], tile: Tile,
-    blocks: int, *, gather: bool,
-) -> None:  # fmt: skip
+    b: Builder, w: Matrix, dense: View, first: int, n: int, x: View, y: View, routed: Routed, *, gather: bool
+) -> None:
     """Rows [first, first+n) of each expert's matrix."""
-    a, experts = b.config.experts_per_token, w.experts
-    hit = min(experts, b.rows * a)
+    tile = Tile.of(b.policy, routed.tile_m)
+    hit = min(w.experts, b.rows * b.config.experts_per_token)
     b.dispatch(
-        "moe_gemm_expanded", (groups(n, tile.n), blocks), GEMM_THREADS, x=x, y=y, **routed,
-        w=dense.using(hit * n * w.k * BF16_BYTES),
-        params={
-            "n": n, "k": w.k, "first": first, "stride": w.n, "experts": experts, "active": a, "gather": gather,
-            "tile_n": tile.n,
-        },
-        constants={"tile_m": tile.m},
+        "moe_gemm_expanded", (groups(n, tile.n), routed.blocks), x=x, y=y, **routed.views,
+        w=dense.part(0, _nbytes(w)).using(_nbytes(w, hit, n)), n=n, k=w.k, first=first, stride=w.n, gather=gather,
+        tile_m=tile.m, tile_n=tile.n,
     )  # fmt: skip

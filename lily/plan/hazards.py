@@ -38,11 +38,3 @@ def schedule(dispatches: Sequence[Dispatch], *, every: bool = False) -> tuple[Di
         current.append(d)
         out.append(replace(d, level=level, barrier=barrier))
     return tuple(out)
-
-
-def depth(dispatches: Sequence[Dispatch]) -> int:
-    """Length of the longest chain of conflicts: no order of recording can need fewer levels."""
-    best: list[int] = []
-    for i, d in enumerate(dispatches):
-        best.append(1 + max((best[j] for j in range(i) if conflicts(dispatches[j], d)), default=0))
-    return max(best, default=0)

@@ -14,10 +14,9 @@ from lily import structs
 from lily.checkpoint.config import FULL_ATTENTION, ModelConfig
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS, OUTPUT_RING
 from lily.plan.views import View
-from lily.plan.weights_map import WeightsMap, align
+from lily.plan.weights_map import BYTES, WeightsMap, align
 from lily.policy import Policy
 
-ACT_BYTES = {"f32": 4, "bf16": 2}
 SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B
 SHARED = ("hidden", "logits", "sampler")  # what nothing outlives a step in, so that all sequences share it
 
@@ -32,7 +31,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, policy: Policy) -> StateLayout:
-        conv_bytes = (config.conv_kernel - 1) * config.conv_dim * ACT_BYTES[policy.act]
+        conv_bytes = (config.conv_kernel - 1) * config.conv_dim * BYTES[policy.act]
         s_bytes = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
         conv, recurrent, at = {}, {}, 0
         for i, kind in enumerate(config.layer_types):
@@ -43,9 +42,13 @@ class StateLayout:
                 at = align(at + s_bytes)
         return cls(conv, recurrent, at)
 
-    def views(self, layer: int, slot: str) -> tuple[View, View]:
-        """(conv, recurrent) of ``layer`` in ``slot``: in or out."""
-        return tuple(View(f"state.{slot}", *place[layer]) for place in (self.conv, self.recurrent))  # type: ignore[return-value]
+    def conv_view(self, layer: int, slot: str) -> View:
+        """Convolution rows of ``layer`` in ``slot``: in or out."""
+        return View(f"state.{slot}", *self.conv[layer])
+
+    def recurrent_view(self, layer: int, slot: str) -> View:
+        """Recurrent state of ``layer`` in ``slot``: in or out."""
+        return View(f"state.{slot}", *self.recurrent[layer])
 
 
 def kv_layers(config: ModelConfig) -> list[int]:
@@ -63,8 +66,8 @@ def kv_token_bytes(config: ModelConfig) -> int:
     return 2 * kv_row_bytes(config) * len(kv_layers(config))
 
 
-def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str, int]:
-    """Bytes of the small buffers of a step; ``capacity`` is that of the KV cache in tokens."""
+def step_buffers(config: ModelConfig, policy: Policy, kv_tokens: int) -> dict[str, int]:
+    """Bytes of the small buffers of a step; ``kv_tokens`` is what the KV cache holds."""
     groups = -(-config.vocab_size // policy.sample_slice)
     return {
         "step.in": structs.STEP.itemsize,
@@ -75,18 +78,18 @@ def step_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str
         "outputs": structs.OUTPUT.itemsize * OUTPUT_RING,
         "bias.ids": MAX_BIAS * 4,
         "bias.values": MAX_BIAS * 4,
-        "history": (capacity + OUTPUT_RING) * 4,
+        "history": (kv_tokens + OUTPUT_RING) * 4,
         "counts": config.vocab_size * 4,
-        "hidden": config.hidden_size * ACT_BYTES[policy.act],
+        "hidden": config.hidden_size * BYTES[policy.act],
         "logits": config.vocab_size * 4,
         "sampler": align(config.vocab_size * 4) + align(groups * 16) + align(groups * 8) + align(groups * 4)
         + align(8) + 2 * align(MAX_TOP_LOGPROBS * 4),
     }  # fmt: skip
 
 
-def sequence_buffers(config: ModelConfig, policy: Policy, capacity: int) -> dict[str, int]:
+def sequence_buffers(config: ModelConfig, policy: Policy, kv_tokens: int) -> dict[str, int]:
     """Those of ``step_buffers`` that belong to one sequence."""
-    return {name: size for name, size in step_buffers(config, policy, capacity).items() if name not in SHARED}
+    return {name: size for name, size in step_buffers(config, policy, kv_tokens).items() if name not in SHARED}
 
 
 def shared_buffers(config: ModelConfig, policy: Policy) -> dict[str, int]:
@@ -112,10 +115,10 @@ class MemorySum:
 
 
 def memory_sum(
-    config: ModelConfig, policy: Policy, weights: WeightsMap, *, capacity: int, scratch: int, snapshots: int = 0
+    config: ModelConfig, policy: Policy, weights: WeightsMap, *, kv_tokens: int, scratch: int, snapshots: int = 0
 ) -> MemorySum:
-    """The sum for a KV cache of ``capacity`` tokens; ``scratch`` is the largest of the plans'."""
+    """The sum for a KV cache of ``kv_tokens`` tokens; ``scratch`` is the largest of the plans'."""
     state = StateLayout.of(config, policy).nbytes
     per_token = kv_token_bytes(config)
-    small = sum(step_buffers(config, policy, capacity).values())
-    return MemorySum(weights.nbytes, 2 * state, per_token, per_token * capacity, scratch + small, snapshots * state)
+    small = sum(step_buffers(config, policy, kv_tokens).values())
+    return MemorySum(weights.nbytes, 2 * state, per_token, per_token * kv_tokens, scratch + small, snapshots * state)

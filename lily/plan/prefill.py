@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward pass of a prompt chunk: up to ``Builder.rows`` rows, of which Step.rows are real.
 
-Read top to bottom.  Formulas are in the kernel table; thresholds in the policy.
+Read top to bottom.  Formulas are in the kernel table, thresholds in the policy; M rows, sizes named as in the table.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from lily.checkpoint.config import ModelConfig
 from lily.plan.builder import Builder, groups
 from lily.plan.expanded import expanded_experts
-from lily.plan.tiles import GEMM_THREADS, Tile
-from lily.plan.views import Plan, View
-from lily.plan.weights_map import AttentionWeights, Dense, GdnWeights, Matrix, MoeWeights
+from lily.plan.layers import (
+    attention_prep,
+    choose_experts,
+    combine_experts,
+    embed,
+    gdn_mix,
+    gemm,
+    norm_rows,
+    project,
+    project_f32,
+)
+from lily.plan.tiles import Routed, Tile
+from lily.plan.views import Plan, Values, View
+from lily.plan.weights_map import AttentionWeights, GdnWeights, MoeWeights, width
 
 
 def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
@@ -22,7 +30,7 @@ def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
     With ``score_top`` every row's log-probability of ``targets`` and its ``score_top`` best ids follow
     (buffers ``score.logprobs``, ``score.ids``, ``score.values``, ``score.flags``).
     """
-    x = b.act("x", b.rows, b.config.hidden_size)
+    x = b.act("x", b.rows, b.config.hidden_size)  # [M, H], to which every layer adds
     embed(b, x)
     for i, w in enumerate(b.weights.layers):
         b.layer(i)
@@ -35,212 +43,103 @@ def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
     if score_top is not None:
         score(b, x, score_top)
         return b.finish(f"score-{b.rows}")
-    b.dispatch(
-        "last_row", (1,), 256, step=b.fixed("step.in"), x=x, y=b.fixed("hidden"),
-        params={"hidden": b.config.hidden_size},
-    )  # fmt: skip
+    b.dispatch("last_row", (1,), x=x, y=b.fixed("hidden"))
     return b.finish(f"prefill-{b.rows}")
 
 
-def embed(b: Builder, x: View) -> None:
-    """Rows of ``x`` = embeddings of ids.in."""
-    table = b.weights.embed
-    row = table.view.nbytes // table.n
-    b.dispatch(
-        "embed", (b.rows,), 256, step=b.fixed("step.in"), ids=b.fixed("ids.in").using(4 * b.rows),
-        table=table.view.using(row * b.rows), x=x,
-        params={"hidden": b.config.hidden_size, "vocab": table.n}, constants=table.constants,
-    )  # fmt: skip
-
-
-def norm_rows(b: Builder, x: View, norm: Dense, name: str) -> View:
-    """rmsnorm of every row."""
-    h = b.act(name, b.rows, b.config.hidden_size)
-    b.dispatch(
-        "rmsnorm", (b.rows,), 256, step=b.fixed("step.in"), x=x, norm=norm, y=h,
-        params={"k": b.config.hidden_size, "eps": b.config.rms_norm_eps},
-    )  # fmt: skip
-    return h
-
-
-def project(b: Builder, x: View, segments: tuple[Matrix, ...], y: View, pitch: int) -> None:
-    """Rows of ``y`` = stacked projections of rows of ``x``."""
-    tile = Tile.dense(b.policy, b.rows)
-    for w in segments:
-        b.dispatch(
-            "gemm", tile.grid(w.n, b.rows), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
-            step=b.fixed("step.in"), x=x, w=w, y=y,
-            params={"n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "tile_n": tile.n},
-            constants=tile.constants(w),
-        )  # fmt: skip
-
-
-def project_f32(
-    b: Builder, x: View, w: Matrix, y: View, pitch: int, *, first: int = 0, limit: int | None = None
-) -> None:
-    """As ``project`` with float32 results, for rows [first, first+limit)."""
-    limit = b.rows if limit is None else limit
-    tile = Tile.dense(b.policy, limit)
-    b.dispatch(
-        "gemm_f32", tile.grid(w.n, limit), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
-        step=b.fixed("step.in"), x=x, w=w, y=y,
-        params={
-            "n": w.n, "k": w.k, "pitch": pitch, "column": w.column, "first": first, "limit": limit, "tile_n": tile.n,
-        },
-        constants=tile.constants(w),
-    )  # fmt: skip
-
-
-def project_residual(b: Builder, y: View, w: Matrix, x: View) -> None:
-    """Rows of ``x`` += W · rows of ``y``."""
-    tile = Tile.dense(b.policy, b.rows)
-    b.dispatch(
-        "gemm_residual", tile.grid(w.n, b.rows), GEMM_THREADS, label=w.parts[0].module.split(".")[-1],
-        step=b.fixed("step.in"), y=y, w=w, x=x, params={"n": w.n, "k": w.k, "tile_n": tile.n},
-        constants=tile.constants(w),
-    )  # fmt: skip
-
-
 def gdn(b: Builder, layer: int, w: GdnWeights, x: View) -> None:
-    c = b.config
-    pitch = c.conv_dim + c.value_dim + 2 * c.linear_num_value_heads
-    proj, y = b.act("proj", b.rows, pitch), b.act("mixed", b.rows, c.value_dim)
-    project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
-    gdn_mix(b, layer, w, proj, y, pitch)
-    project_residual(b, y, w.out_proj, x)
+    """x += out_proj · mixer, the mixer with the layer's own state."""
+    m, pitch = b.rows, width(w.in_proj)
+    proj = b.act("proj", m, pitch)  # [M, q | k | v | z | b | a]
+    y = b.act("mixed", m, b.config.value_dim)  # [M, Hv·Dv]
 
-
-def gdn_heads(c: ModelConfig, *, taps: bool = False) -> dict[str, int]:
-    """The constants of the gdn kernels."""
-    heads = {
-        "hk": c.linear_num_key_heads, "hv": c.linear_num_value_heads, "dk": c.linear_key_head_dim,
-        "dv": c.linear_value_head_dim,
-    }  # fmt: skip
-    return {**heads, "taps": c.conv_kernel} if taps else heads
-
-
-def gdn_mix(b: Builder, layer: int, w: GdnWeights, proj: View, y: View, pitch: int) -> None:
-    """Convolution, recurrence and gated norm as three kernels: rows of ``proj`` → rows of ``y``, state in → out."""
-    c, m, step = b.config, b.rows, b.fixed("step.in")
-    heads = gdn_heads(c)
-    hk, hv, dk, dv = heads.values()
-    scan, parts = "gdn_scan", groups(dv, b.policy.scan_columns)
-    if b.policy.off("register-scan"):
-        scan, parts = "gdn_scan_blocked", 1
-    o = b.act("scan", m, hv, dv)
-    q, k, v = b.act("q", m, hk, dk), b.act("k", m, hk, dk), b.act("v", m, hv, dv)
-    gate, beta = b.f32("gate", m, hv), b.f32("beta", m, hv)
-    (conv_in, s_in), (conv_out, s_out) = b.state.views(layer, "in"), b.state.views(layer, "out")
-    b.dispatch(
-        "gdn_conv", (hk, groups(m, b.policy.conv_rows)), min(256, 32 * (2 + hv // hk)), step=step, proj=proj,
-        conv_w=w.conv, a_log=w.a_log, dt_bias=w.dt_bias,
-        conv_in=conv_in, conv_out=conv_out, q=q, k=k, v=v, gate=gate, beta=beta,
-        params={"pitch": pitch}, constants=gdn_heads(c, taps=True),
-    )  # fmt: skip
-    b.dispatch(
-        scan, (hv, parts), 128, step=step, q=q, k=k, v=v, gate=gate, beta=beta, s_in=s_in, s_out=s_out, o=o,
-        constants=heads,
-    )  # fmt: skip
-    b.dispatch(
-        "gdn_gate", (m,), 256, step=step, o=o, proj=proj, norm=w.head_norm, y=y,
-        params={"pitch": pitch, "eps": c.rms_norm_eps}, constants=heads,
-    )  # fmt: skip
+    project(b, norm_rows(b, x, w.norm), w.in_proj, proj, pitch)
+    gdn_mix(b, layer, w, proj, y)
+    gemm(b, "gemm_residual", w.out_proj, y=y, x=x)
 
 
 def attention(b: Builder, layer: int, w: AttentionWeights, x: View) -> None:
-    c, p, m, step = b.config, b.policy, b.rows, b.fixed("step.in")
+    """x += o_proj · (softmax(q·kᵀ/√D)·v · sigmoid(gate))."""
+    c, p, m = b.config, b.policy, b.rows
     hq, hkv, d = c.num_heads, c.num_kv_heads, c.head_dim
-    pitch = 2 * hq * d + 2 * hkv * d
-    piece, _ = p.piece(b.capacity, d, hq // hkv)
+    split, _ = p.split(b.kv_tokens, d, hq // hkv)
     tile_rows = p.attention_rows(hq // hkv)
-    proj, q, o = b.act("proj_attention", m, pitch), b.act("q_attention", m, hq, d), b.act("attended", m, hq * d)
-    k, v = b.kv(layer, "k"), b.kv(layer, "v")
-    project(b, norm_rows(b, x, w.norm, "normed"), w.in_proj, proj, pitch)
+    pitch = width(w.in_proj)
+    proj = b.act("proj_attention", m, pitch)  # [M, (q [D] | gate [D]) of each of Hq heads | k [Hkv·D] | v [Hkv·D]]
+    q = b.act("q_attention", m, hq, d)  # [M, Hq, D]
+    o = b.act("attended", m, hq * d)  # [M, Hq·D]
+
+    project(b, norm_rows(b, x, w.norm), w.in_proj, proj, pitch)
+    attention_prep(b, layer, w, proj, q)
     b.dispatch(
-        "attn_prep", (m,), 256, step=step, proj=proj, q_norm=w.q_norm, k_norm=w.k_norm, inv_freq=b.weights.inv_freq,
-        q=q, k=k, v=v, params={"pitch": pitch, "eps": c.rms_norm_eps},
-        constants={"hq": hq, "hkv": hkv, "dim": d, "rot": c.rotary_dim},
+        "attn_prefill", (groups(m, tile_rows), hkv), q=q, proj=proj, pitch=pitch, **b.kv(layer), o=o, split=split,
+        tile_m=tile_rows,
     )  # fmt: skip
-    b.dispatch(
-        "attn_prefill", (groups(m, tile_rows), hkv), 256, step=step, q=q, proj=proj, k=k, v=v, o=o,
-        params={"pitch": pitch, "piece": piece, "tile_m": tile_rows}, constants={"hq": hq, "hkv": hkv, "dim": d},
-    )  # fmt: skip
-    project_residual(b, o, w.out_proj, x)
+    gemm(b, "gemm_residual", w.out_proj, y=o, x=x)
 
 
 def moe(b: Builder, w: MoeWeights, x: View) -> None:
-    c, p, m, step = b.config, b.policy, b.rows, b.fixed("step.in")
+    """x += the weighted sum of the chosen experts' and the shared expert's outputs."""
+    c, p, m = b.config, b.policy, b.rows
     h, ns, e, a = c.hidden_size, c.shared_intermediate_size, c.num_experts, c.experts_per_token
     tile_m = p.moe_tile(m, e, a)
     # Each expert that is hit may leave one tile partly filled.
     blocks = groups(m * a, tile_m) + min(e, m * a)
-    normed = norm_rows(b, x, w.norm, "normed")
-    logits, ids, weights = b.f32("router", m, e + 1), b.i32("ids", m, a), b.f32("weights", m, a)
-    offsets, order, block_map = b.i32("offsets", e + 1), b.i32("order", m * a), b.i32("blocks", blocks, 2)
-    shared_act, shared = b.act("shared_act", m, ns), b.act("shared", m, h)
-    y = b.act("expert_out", m * a, h)
-    for router in w.router:
-        project_f32(b, normed, router, logits, e + 1)
-    pair = Tile.dense(p, m, parts=2)
-    b.dispatch(
-        "gemm_swiglu", pair.grid(ns, m), GEMM_THREADS, label="shared_gate_up",
-        step=step, x=normed, w=w.shared_gate_up, y=shared_act,
-        params={"n": ns, "k": h, "tile_n": pair.n}, constants=pair.constants(w.shared_gate_up),
-    )  # fmt: skip
-    b.dispatch(
-        "route_topk", (m,), 32, step=step, logits=logits, ids=ids, weights=weights,
-        params={"experts": e, "active": a, "renorm": c.norm_topk_prob},
-    )  # fmt: skip
+    normed = norm_rows(b, x, w.norm)  # [M, H]
+    logits = b.f32("router", m, e + 1)  # [M, E | the shared expert's gate]
+    ids, weights = b.i32("ids", m, a), b.f32("weights", m, a)  # [M, A] each
+    offsets = b.i32("offsets", e + 1)  # of each expert's first place among the M·A sorted ones
+    order = b.i32("order", m * a)  # the assignment at each place
+    block_map = b.i32("blocks", blocks, 2)  # (expert, first place) of each tile
+    shared_act, shared = b.act("shared_act", m, ns), b.act("shared", m, h)  # [M, Is], [M, H]
+    y = b.act("expert_out", m * a, h)  # [M·A, H]
+
+    project_f32(b, normed, w.router, logits, e + 1)
+    gemm(b, "gemm_swiglu", w.shared_gate_up, pair=True, label="shared_gate_up", x=normed, y=shared_act)
+    choose_experts(b, logits, ids, weights)
     project(b, shared_act, (w.shared_down,), shared, h)
     b.dispatch(
-        "route_group", (1,), 1024, host=p.off("resident-routing"),
-        step=step, ids=ids, offsets=offsets, order=order, blocks=block_map,
-        params={"experts": e, "active": a, "tile_m": tile_m, "max_blocks": blocks},
+        "route_group", (1,), host=p.ablated("resident-routing"), ids=ids, offsets=offsets, order=order,
+        blocks=block_map, tile_m=tile_m, max_blocks=blocks,
     )  # fmt: skip
-    routed: dict[str, Any] = {"step": step, "offsets": offsets, "order": order, "blocks": block_map}
-    (expanded_experts if p.off("fused-dequantisation") else routed_experts)(b, w, normed, y, routed, tile_m, blocks)
-    b.dispatch(
-        "moe_combine", (m,), 256, step=step, y=y, weights=weights, logits=logits, shared=shared, x=x,
-        params={"hidden": h, "experts": e, "active": a},
-    )  # fmt: skip
+    routed = Routed(offsets, order, block_map, blocks, tile_m)
+    if p.ablated("fused-dequantisation"):
+        expanded_experts(b, w, normed, y, routed)
+    else:
+        routed_experts(b, w, normed, y, routed)
+    combine_experts(b, y, weights, logits, shared, x)
 
 
-def routed_experts(
-    b: Builder, w: MoeWeights, x: View, y: View, routed: dict[str, Any], tile_m: int, blocks: int
-) -> None:
-    """Rows of ``x`` through their experts, each by its own: y [rows*active, hidden].
+def routed_experts(b: Builder, w: MoeWeights, x: View, y: View, routed: Routed) -> None:
+    """Rows of x [M, H] through their experts: y [M·A, H], each row by its own expert."""
+    c, p = b.config, b.policy
+    h, n, assignments = c.hidden_size, c.moe_intermediate_size, b.rows * c.experts_per_token
+    act = b.act("expert_act", assignments, n)  # [M·A, I], sorted by expert
 
-    ``routed``: step, offsets, order and blocks of ``blocks`` tiles.
-    """
-    c = b.config
-    h, n, e, a = c.hidden_size, c.moe_intermediate_size, c.num_experts, c.experts_per_token
-    pair, single = Tile.of(b.policy, tile_m, parts=2), Tile.of(b.policy, tile_m)
-    act, hit = b.act("expert_act", b.rows * a, n), min(e, b.rows * a)
+    tile = Tile.of(p, routed.tile_m, parts=2)
     b.dispatch(
-        "moe_gemm_gate_up", (groups(n, pair.n), blocks), GEMM_THREADS, x=x, y=act, **routed,
-        w=w.gate_up.view.using(hit * w.gate_up.expert_bytes),
-        params={"n": n, "k": h, "experts": e, "active": a, "tile_n": pair.n}, constants=pair.constants(w.gate_up),
+        "moe_gemm_gate_up", (groups(n, tile.n), routed.blocks), x=x, y=act, **routed.views,
+        w=w.gate_up.used_by(assignments), n=n, k=h, tile_m=tile.m, tile_n=tile.n, **w.gate_up.constants,
     )  # fmt: skip
+    tile = Tile.of(p, routed.tile_m)
     b.dispatch(
-        "moe_gemm_down", (groups(h, single.n), blocks), GEMM_THREADS, x=act, y=y, **routed,
-        w=w.down.view.using(hit * w.down.expert_bytes),
-        params={"n": h, "k": n, "experts": e, "active": a, "tile_n": single.n}, constants=single.constants(w.down),
+        "moe_gemm_down", (groups(h, tile.n), routed.blocks), x=act, y=y, **routed.views,
+        w=w.down.used_by(assignments), n=h, k=n, tile_m=tile.m, tile_n=tile.n, **w.down.constants,
     )  # fmt: skip
 
 
 def score(b: Builder, x: View, top: int) -> None:
     """Log-probabilities of every row's target, ``Policy.score_rows`` rows of logits at a time."""
     v, limit = b.config.vocab_size, min(b.policy.score_rows, b.rows)
-    normed = norm_rows(b, x, b.weights.norm, "normed")
-    logits = b.f32("score_logits", limit, v)
-    results: dict[str, Any] = {
-        "target": View("score.targets", 0, b.rows * 4), "logprobs": View("score.logprobs", 0, b.rows * 4),
-        "top_ids": View("score.ids", 0, max(b.rows * top, 4) * 4),
-        "top_logprobs": View("score.values", 0, max(b.rows * top, 4) * 4), "flags": View("score.flags", 0, b.rows * 4),
+    normed = norm_rows(b, x, b.weights.norm)  # [M, H]
+    logits = b.f32("score_logits", limit, v)  # [limit, V]
+    row, best = b.rows * 4, max(b.rows * top * 4, 16)  # bytes; no buffer is empty
+    results: Values = {
+        "target": View("score.targets", 0, row), "logprobs": View("score.logprobs", 0, row),
+        "top_ids": View("score.ids", 0, best), "top_logprobs": View("score.values", 0, best),
+        "flags": View("score.flags", 0, row),
     }  # fmt: skip
+
     for first in range(0, b.rows, limit):
-        project_f32(b, normed, b.weights.head, logits, v, first=first, limit=limit)
-        b.dispatch(
-            "score_rows", (limit,), 256, step=b.fixed("step.in"), request=b.fixed("request"), logits=logits, **results,
-            params={"count": v, "top": top, "first": first, "limit": limit},
-        )  # fmt: skip
+        project_f32(b, normed, (b.weights.head,), logits, v, first=first, limit=limit)
+        b.dispatch("score_rows", (limit,), logits=logits, **results, count=v, top=top, first=first, limit=limit)

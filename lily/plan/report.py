@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Literal
 
 from lily.checkpoint.config import LINEAR_ATTENTION, ModelConfig
@@ -49,8 +50,8 @@ def plan_report(
     weights = map_weights(config, policy)
 
     def builder() -> Builder:
-        capacity = policy.kv_capacity(context)
-        return Builder(config, policy, rows=bucket, capacity=capacity, context=context, weights=weights)
+        kv_tokens = policy.kv_tokens(context)
+        return Builder(config, policy, rows=bucket, kv_tokens=kv_tokens, context=context, weights=weights)
 
     if phase == "decode":
         plans = [decode_plan(builder()), sample_plan(builder(), greedy=greedy, logprobs=False)]
@@ -104,9 +105,7 @@ def minimum_bytes(config: ModelConfig, *, phase: Phase = "decode", rows: int = 1
     hit = 1 - (1 - a / e) ** rows  # share of a layer's experts
     total = 0.0
     for name, form in expected_tensors(config).items():
-        nbytes = float(_STORED_BYTES[form.dtypes[0]])
-        for n in form.shape:
-            nbytes *= n
+        nbytes = float(_STORED_BYTES[form.dtypes[0]] * prod(form.shape))
         if name.startswith(_EMBEDDING):
             total += nbytes * min(rows / config.vocab_size, 1)
             if config.tie_word_embeddings and phase == "decode":

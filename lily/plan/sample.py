@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from lily import structs
 from lily.kernels import MAX_TOP_LOGPROBS
 from lily.plan.builder import Builder, groups
-from lily.plan.views import Plan, View
+from lily.plan.layers import gemv
+from lily.plan.views import Plan
 from lily.plan.weights_map import align
 
 
@@ -14,56 +16,35 @@ def sample_plan(b: Builder, *, greedy: bool, logprobs: bool) -> Plan:
 
     ``greedy`` takes the largest raw logit: no penalty, no bias, temperature 0.  ``logprobs`` adds log-probabilities.
     """
-    c, p = b.config, b.policy
-    v = c.vocab_size
+    p, v = b.policy, b.config.vocab_size
     slices = groups(v, p.sample_slice)
-    logits = b.fixed("logits")
+    logits = b.fixed("logits")  # [V]
     m = _SamplerMemory(b, v, slices)
-    step, request = b.fixed("step.in"), b.fixed("request")
-    head(b, b.fixed("hidden"), logits)
+
+    gemv(
+        b, "gemv_norm_f32", b.weights.head, shape=p.head_shape, label="lm_head", x=b.fixed("hidden"),
+        norm=b.weights.norm, y=logits,
+    )  # fmt: skip
     if greedy and not logprobs:
-        b.dispatch(
-            "argmax", (slices,), 256, request=request, logits=logits, best=m.best, flags=m.flags,
-            params={"slice": p.sample_slice},
-        )  # fmt: skip
+        b.dispatch("argmax", (slices,), logits=logits, best=m.best, flags=m.flags, slice=p.sample_slice)
     else:
         b.dispatch(
-            "sample_logits", (slices,), 256, step=step, request=request, logits=logits, bias_ids=b.fixed("bias.ids"),
-            bias_values=b.fixed("bias.values"), history=b.fixed("history"), counts=b.fixed("counts"), y=m.y,
-            stats=m.stats, flags=m.flags, params={"slice": p.sample_slice},
+            "sample_logits", (slices,), logits=logits, bias_ids=b.fixed("bias.ids"), bias_values=b.fixed("bias.values"),
+            history=b.fixed("history"), counts=b.fixed("counts"), y=m.y, stats=m.stats, flags=m.flags,
+            slice=p.sample_slice,
         )  # fmt: skip
         if logprobs:
-            b.dispatch(
-                "top_logprobs", (1,), 1024, request=request, logits=logits, top_ids=m.top_ids, top_values=m.top_values,
-                params={"count": v},
-            )  # fmt: skip
-        b.dispatch(
-            "sample_filter", (1,), 1024, request=request, y=m.y, stats=m.stats, cut=m.cut,
-            params={"count": v, "groups": slices},
-        )  # fmt: skip
-        b.dispatch(
-            "sample_draw", (slices,), 256, step=step, request=request, y=m.y, cut=m.cut, best=m.best,
-            params={"slice": p.sample_slice},
-        )  # fmt: skip
+            b.dispatch("top_logprobs", (1,), logits=logits, top_ids=m.top_ids, top_values=m.top_values, count=v)
+        b.dispatch("sample_filter", (1,), y=m.y, stats=m.stats, cut=m.cut, count=v, groups=slices)
+        b.dispatch("sample_draw", (slices,), y=m.y, cut=m.cut, best=m.best, slice=p.sample_slice)
     # Of `outputs` one entry is written; of `counts` and `logits` one element is used.
     b.dispatch(
-        "advance", (1,), 32, step=step, next_step=b.fixed("step.out"), request=request, best=m.best, flags=m.flags,
-        logits=logits.using(4), stats=m.stats, top_ids=m.top_ids, top_values=m.top_values,
-        next_ids=b.fixed("ids.out").using(4), history=b.fixed("history").using(4), counts=b.fixed("counts").using(4),
-        outputs=b.fixed("outputs").using(200), params={"groups": slices, "logprobs": int(logprobs)},
+        "advance", (1,), next_step=b.fixed("step.out"), best=m.best, flags=m.flags, logits=logits.using(4),
+        stats=m.stats, top_ids=m.top_ids, top_values=m.top_values, next_ids=b.fixed("ids.out").using(4),
+        history=b.fixed("history").using(4), counts=b.fixed("counts").using(4),
+        outputs=b.fixed("outputs").using(structs.OUTPUT.itemsize), groups=slices, logprobs=int(logprobs),
     )  # fmt: skip
     return b.finish("sample" + ("-greedy" if greedy else "") + ("-logprobs" if logprobs else ""))
-
-
-def head(b: Builder, x: View, logits: View) -> None:
-    """Final norm and output projection of one row."""
-    w = b.weights.head
-    b.dispatch(
-        "gemv_norm_f32", (groups(w.n, b.policy.gemv_rows),), b.policy.gemv_threads, label="lm_head",
-        x=x, norm=b.weights.norm, w=w, y=logits,
-        params={"n": w.n, "k": w.k, "eps": b.config.rms_norm_eps, "rows_per_group": b.policy.gemv_rows},
-        constants=w.constants,
-    )  # fmt: skip
 
 
 class _SamplerMemory:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of the GEMM kernels: rows are a constant of the pipeline, outputs a parameter.
+"""Tiles of the GEMM kernels: rows are a constant of the pipeline, outputs a parameter; and how rows become tiles.
 
 Not handled: which tile suits which number of rows (``Policy.gemm_tile``, ``Policy.moe_tile``).
 """
@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lily.plan.builder import groups
-from lily.plan.weights_map import Matrix
+from lily.plan.views import Values, View
 from lily.policy import Policy
-
-GEMM_THREADS = 128  # PRODUCT_THREADS in shaders/matrix.h
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,18 @@ class Tile:
         """Groups for ``n`` outputs of ``rows`` rows."""
         return groups(n, self.n), groups(rows, self.m)
 
-    def constants(self, w: Matrix) -> dict[str, int]:
-        """Constants of a GEMM of ``w``."""
-        return {**w.constants, "tile_m": self.m}
+
+@dataclass(frozen=True)
+class Routed:
+    """Rows grouped by expert, as route_group leaves them: ``blocks`` tiles of ``tile_m`` places each."""
+
+    offsets: View
+    order: View
+    block_map: View
+    blocks: int
+    tile_m: int
+
+    @property
+    def views(self) -> Values:
+        """By the names of the kernel table."""
+        return {"offsets": self.offsets, "order": self.order, "blocks": self.block_map}

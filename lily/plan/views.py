@@ -9,6 +9,8 @@ from typing import Any
 
 from lily.kernels import Kernel
 
+Values = dict[str, Any]  # arguments of a launch by their names in the kernel table
+
 
 @dataclass(frozen=True)
 class View:

@@ -11,7 +11,7 @@ from lily.device.device import Device
 from lily.device.host_memory import available_bytes
 from lily.device.kinds import kind_of
 from lily.errors import DeviceError, InvalidRequestError
-from lily.plan import Builder, decode_plan, prefill_plan
+from lily.plan import every_plan
 from lily.plan.memory import MemorySum, memory_sum
 from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
@@ -48,7 +48,7 @@ def plan_context(
     scratch = largest_scratch(config, policy, weights, max_context or config.max_position_embeddings)
 
     def needed(tokens: int) -> MemorySum:
-        return memory_sum(config, policy, weights, capacity=tokens, scratch=scratch, snapshots=SNAPSHOTS)
+        return memory_sum(config, policy, weights, kv_tokens=tokens, scratch=scratch, snapshots=SNAPSHOTS)
 
     limit = config.max_position_embeddings
     if max_context is not None and not 2 <= max_context <= limit:
@@ -73,12 +73,7 @@ def plan_context(
     return tokens, needed(tokens)
 
 
-def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, capacity: int) -> int:
-    """Scratch bytes of the plan that needs most: a full chunk, the scoring of one, or decode at full capacity."""
-
-    def builder(rows: int) -> Builder:
-        return Builder(config, policy, rows=rows, capacity=capacity, weights=weights)
-
-    rows = policy.buckets[-1]
-    plans = decode_plan(builder(1)), prefill_plan(builder(rows)), prefill_plan(builder(rows), score_top=0)
+def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, kv_tokens: int) -> int:
+    """Scratch bytes of the plan that needs most; fewer rows need less."""
+    plans = every_plan(config, policy, kv_tokens=(kv_tokens,), rows=policy.buckets[-1:], weights=weights)
     return max(plan.scratch_bytes for plan in plans)

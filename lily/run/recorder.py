@@ -68,7 +68,7 @@ class Recorder:
         Hence that follows from the position and not from the cache, which is as large as an earlier request needed
         (architecture.md, Reuse).
         """
-        covered = min(self.policy.kv_capacity(len(sequence.tokens) + 1), sequence.max_context)
+        covered = min(self.policy.kv_tokens(len(sequence.tokens) + 1), sequence.max_context)
         return Key("decode", 1, 0, covered)
 
     def sample_key(self, sequence: Sequence, params: SamplingParams) -> Key:
@@ -96,7 +96,7 @@ class Recorder:
         if key not in self._plans:
             if len(self._plans) > MAX_RECORDED:
                 self._plans.clear()
-            b = Builder(self.config, self.policy, rows=key.rows, capacity=key.kv_tokens, weights=self.weights.map)
+            b = Builder(self.config, self.policy, rows=key.rows, kv_tokens=key.kv_tokens, weights=self.weights.map)
             if key.kind == "decode":
                 self._plans[key] = decode_plan(b)
             elif key.kind == "sample":

@@ -55,7 +55,7 @@ class Reply:
         self._sample = self._sample._replace(kv_tokens=self.sequence.kv_tokens)
         decode, sample = self._recorder.lists(self.sequence, key, self._sample)
         handles = [[item.handle for item in (decode[slot], sample[slot])] for slot in (0, 1)]
-        depth = 1 if self._recorder.policy.off("handoff") else 2
+        depth = 1 if self._recorder.policy.ablated("handoff") else 2
         first = 1 if self._produced == 0 else 0  # the first token of a request needs no row of the KV cache
         self._span = min(self.limit - self._produced, key.kv_tokens - len(self.sequence.tokens) + first)
         self._pipeline.begin(handles[0], handles[1], self.sequence.slot, depth, self._produced, self._span)

@@ -72,7 +72,7 @@ class Runner:
         The chunk is waited for: the step after the next one overwrites the slot from which it could be repeated.
         """
         prompt = len(sequence.tokens) + len(chunk)
-        self.reserve(sequence, min(prompt + limit, self.policy.kv_capacity(prompt + 1)))
+        self.reserve(sequence, min(prompt + limit, self.policy.kv_tokens(prompt + 1)))
         fill_request(
             sequence.array("request", structs.REQUEST)[0], sequence.array("bias.ids", np.int32),
             sequence.array("bias.values", np.float32), params, vocab=self.vocab, stop_ids=stop_ids,

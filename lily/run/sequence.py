@@ -84,7 +84,7 @@ class Sequence:
 
         DeviceError where there is no memory for it; the sequence is as before then.
         """
-        kv_tokens = max(tokens, min(self.policy.kv_capacity(tokens), self.max_context))
+        kv_tokens = max(tokens, min(self.policy.kv_tokens(tokens), self.max_context))
         row, used = kv_row_bytes(self.config), len(self.tokens)
         sizes = {f"kv.{layer}.{which}": kv_tokens * row for layer in kv_layers(self.config) for which in "kv"}
         sizes["history"] = sequence_buffers(self.config, self.policy, kv_tokens)["history"]

@@ -34,7 +34,7 @@ def prep(device: Device, layer: Layer, rows: slice, k: Array, v: Array) -> dict[
 
 
 def prefill(
-    device: Device, layer: Layer, rows: slice, k: Array, v: Array, piece: int = 256, tile: int = 8
+    device: Device, layer: Layer, rows: slice, k: Array, v: Array, split: int = 256, tile: int = 8
 ) -> dict[str, Array]:
     """o, k, v, q after attn_prep and attn_prefill."""
     s, proj = layer.shape, layer.proj[rows]
@@ -44,49 +44,49 @@ def prefill(
         "step": step(layer.position + rows.start, m), "q": made["q"], "proj": proj, "k": made["k"], "v": made["v"],
         "o": fill((m, s.hq, s.dim)),
     }  # fmt: skip
-    params = {"pitch": s.pitch, "piece": piece, "tile_m": tile}
+    params = {"pitch": s.pitch, "split": split, "tile_m": tile}
     return {**made, **run(device, "attn_prefill", args, params, s.heads, (-(-m // tile), s.hkv))}
 
 
-def combine(device: Device, shape: Shape, position: int, out: dict[str, Array], piece: int) -> Array:
+def combine(device: Device, shape: Shape, position: int, out: dict[str, Array], split: int) -> Array:
     args = {
         "step": step(position), "part_o": out["part_o"], "part_ml": out["part_ml"], "o": fill((shape.hq, shape.dim))
     }  # fmt: skip
-    return run(device, "attn_combine", args, {"piece": piece}, {"hq": shape.hq, "dim": shape.dim}, (shape.hq,))["o"]
+    return run(device, "attn_combine", args, {"split": split}, {"hq": shape.hq, "dim": shape.dim}, (shape.hq,))["o"]
 
 
-def parts(shape: Shape, pieces: int) -> dict[str, Array]:
-    return {"part_o": fill((pieces, shape.hq, shape.dim)), "part_ml": fill((pieces, shape.hq, 2))}
+def parts(shape: Shape, splits: int) -> dict[str, Array]:
+    return {"part_o": fill((splits, shape.hq, shape.dim)), "part_ml": fill((splits, shape.hq, 2))}
 
 
-def decode(device: Device, layer: Layer, row: int, k: Array, v: Array, piece: int = 256) -> dict[str, Array]:
+def decode(device: Device, layer: Layer, row: int, k: Array, v: Array, split: int = 256) -> dict[str, Array]:
     s, at = layer.shape, layer.position + row
-    pieces = -(-len(k) // piece) + 1
+    splits = -(-len(k) // split) + 1
     args = {
         "step": step(at), "proj": layer.proj[row], "q_norm": layer.q_norm, "k_norm": layer.k_norm,
-        "inv_freq": layer.inv_freq, "k": k, "v": v, **parts(s, pieces),
+        "inv_freq": layer.inv_freq, "k": k, "v": v, **parts(s, splits),
     }  # fmt: skip
     out = run(
-        device, "attn_decode", args, {"pitch": s.pitch, "eps": EPS, "piece": piece},
-        {**s.heads, "rot": s.rot, "pack": min(8, s.rep), "fixed": 0}, (pieces, s.hkv),
+        device, "attn_decode", args, {"pitch": s.pitch, "eps": EPS, "split": split},
+        {**s.heads, "rot": s.rot, "pack": min(8, s.rep), "fixed": 0}, (splits, s.hkv),
     )  # fmt: skip
-    used = at // piece + 1
+    used = at // split + 1
     assert np.isfinite(out["part_o"][:used]).all()
-    assert np.isnan(out["part_o"][used:]).all(), "a piece beyond the position was written"
-    return {**out, "o": combine(device, s, at, out, piece)}
+    assert np.isnan(out["part_o"][used:]).all(), "a split beyond the position was written"
+    return {**out, "o": combine(device, s, at, out, split)}
 
 
 def sequence(
-    device: Device, layer: Layer, chunks: Sequence[int], piece: int = 256, tile: int = 8
+    device: Device, layer: Layer, chunks: Sequence[int], split: int = 256, tile: int = 8
 ) -> tuple[Array, Array, Array]:
     """o, k, v after chunks of the given sizes; size 0 stands for one decode step."""
     k, v, row, os = layer.k, layer.v, 0, []
     for size in chunks:
         if size == 0:
-            out = decode(device, layer, row, k, v, piece)
+            out = decode(device, layer, row, k, v, split)
             os.append(out["o"][None])
         else:
-            out = prefill(device, layer, slice(row, row + size), k, v, piece, tile)
+            out = prefill(device, layer, slice(row, row + size), k, v, split, tile)
             os.append(out["o"])
         k, v, row = out["k"], out["v"], row + max(size, 1)
     assert row == layer.rows
@@ -144,7 +144,7 @@ def test_decode_follows_the_formulas(device: Device, shape: Shape) -> None:
         np.testing.assert_allclose(out["o"], want, rtol=2e-5, atol=1e-5, err_msg=f"position {position}")
 
 
-# Every number of rows, and every position at which a piece or a block begins or ends.
+# Every number of rows, and every position at which a split or a block begins or ends.
 PREFILL = [(0, 1), (0, 2), (0, 3), (1, 4), (0, 7), (250, 8), (1, 9), (250, 31), (0, 32), (513, 33), (250, 65)]
 
 
@@ -184,11 +184,11 @@ def test_decode_and_prefill_agree_for_every_split(device: Device, shape: Shape, 
             assert same_bits(a, b), f"{name} differs for chunks {chunks}"
 
 
-@pytest.mark.parametrize("piece", [64, 100, 256, 1024])
-def test_decode_and_prefill_agree_for_every_piece(device: Device, piece: int) -> None:
+@pytest.mark.parametrize("split", [64, 100, 256, 1024])
+def test_decode_and_prefill_agree_for_every_length_of_a_split(device: Device, split: int) -> None:
     layer = Layer(Shape(6, 2, 64, 16), 297, 5)
     layer.open_gates()
-    for a, b in zip(sequence(device, layer, [5], piece), sequence(device, layer, [0] * 5, piece), strict=True):
+    for a, b in zip(sequence(device, layer, [5], split), sequence(device, layer, [0] * 5, split), strict=True):
         assert same_bits(a, b)
 
 
@@ -226,7 +226,7 @@ def test_prepared_decode_gives_the_bits_of_the_fused_one(device: Device, shape: 
     made = prep(device, layer, slice(0, 1), layer.k, layer.v)
     args = {"step": step(300), **{n: made[n] for n in "qkv"}, **parts(shape, 3)}
     constants = {**shape.heads, "pack": 1, "fixed": 0, "coalesced": 0}
-    out = run(device, "attn_decode_prepared", args, {"piece": 256}, constants, (3, shape.hkv))
+    out = run(device, "attn_decode_prepared", args, {"split": 256}, constants, (3, shape.hkv))
     for name in ("part_o", "part_ml"):
         assert same_bits(out[name], fused[name])
 
@@ -239,7 +239,7 @@ def test_rows_beyond_the_step_are_left_alone(device: Device) -> None:
         "step": step(10, 3), "q": made["q"], "proj": layer.proj, "k": made["k"], "v": made["v"],
         "o": fill((5, shape.hq, shape.dim)),
     }  # fmt: skip
-    params = {"pitch": shape.pitch, "piece": 256, "tile_m": 2}
+    params = {"pitch": shape.pitch, "split": 256, "tile_m": 2}
     out = run(device, "attn_prefill", args, params, shape.heads, (3, shape.hkv))["o"]
     assert np.isfinite(out[:3]).all()
     assert np.isnan(out[3:]).all()

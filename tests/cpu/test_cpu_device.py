@@ -168,12 +168,12 @@ def test_dimensions_must_be_positive_and_flags_may_be_zero() -> None:
             device.kernel(KERNELS["attn_decode"], (16, 2, 0, 64, 8, 0))
 
 
-def test_every_kernel_of_the_table_exists_except_off_variants() -> None:
+def test_every_kernel_of_the_table_exists_except_those_of_ablations() -> None:
     with Device("cpu", threads=1) as device:
         for kernel in KERNELS.values():
             special = {"bits": 4, "shared_bits": 4, "group": 64, "shared_group": 64}
             constants = [special.get(c, 1) for c in kernel.constants]
-            if kernel.replaces is None:
+            if kernel.ablation is None:
                 assert device.kernel(kernel, constants)
 
 

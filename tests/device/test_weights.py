@@ -47,14 +47,14 @@ def load(folder: Path, device: str, fill: int = FILL) -> tuple[Checkpoint, Weigh
 
 
 def parts_of(value: Any) -> Iterator[Matrix | Dense]:
-    """All matrices and dense tensors of a map."""
+    """All matrices and dense tensors of a map, found by its fields."""
     if isinstance(value, (Matrix, Dense)):
         yield value
     elif isinstance(value, tuple):
         for item in value:
             yield from parts_of(item)
     elif hasattr(value, "__dataclass_fields__") and not isinstance(value, View):
-        for name in value.__dataclass_fields__:
+        for name in value.__dataclass_fields__.keys() - {"placed"}:
             yield from parts_of(getattr(value, name))
 
 
@@ -163,7 +163,7 @@ def test_size_of_the_pieces_changes_nothing(monkeypatch, device):
     """Experts one at a time, several at a time, all at once."""
     results = []
     for size in (1, 100_000, 1 << 30):
-        monkeypatch.setattr("lily.device.weights._PIECE_BYTES", size)
+        monkeypatch.setattr("lily.device.weights._PART_BYTES", size)
         _, _, buffers, _ = load(DATA / "random-tiny", device, fill=0)
         results.append({name: data.tobytes() for name, data in buffers.items()})
     assert results[0] == results[1] == results[2]
@@ -187,7 +187,7 @@ def test_every_text_tensor_is_read_exactly_once(monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "read_into", read_into)
     monkeypatch.setattr(Checkpoint, "read_float32", read_float32)
-    monkeypatch.setattr("lily.device.weights._PIECE_BYTES", 100_000)
+    monkeypatch.setattr("lily.device.weights._PART_BYTES", 100_000)
     checkpoint, _, _, reported = load(DATA / "random-tiny-vl", "cpu")
     assert read == {name: tensor.nbytes for name, tensor in checkpoint.tensors.items()}
     assert reported == checkpoint.total_bytes == sum(read.values())
@@ -267,7 +267,7 @@ def test_host_memory_while_loading_is_bounded(tmp_path, monkeypatch):
     """Beyond the buffers: one matrix outside of the experts (the head is the largest), or one piece of experts."""
     config = model_config(**{**SMALL, "vocab_size": 16384, "num_experts": 64, "moe_intermediate_size": 256})
     folder = write_model(tmp_path / "m", config)
-    monkeypatch.setattr("lily.device.weights._PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr("lily.device.weights._PART_BYTES", 1 << 20)
     with Checkpoint.open(folder) as checkpoint:
         weights = map_weights(checkpoint.config, policy_for("cpu"))
         buffers = {name: np.zeros(size, np.uint8) for name, size in weights.buffers.items()}

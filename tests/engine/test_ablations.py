@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mechanism that is switched off changes the plan, and on the CPU device not one bit of the result.
 
-But for `fused-dequantisation`, whose off variant rounds weights to bfloat16: there the result stays near, as on other
+But for `fused-dequantisation`, which rounds weights to bfloat16: there the result stays near, as on other
 devices with every mechanism that is more than an order of work.
 """
 
@@ -71,9 +71,9 @@ def test_result_is_the_same_without_the_mechanism(device, model, name, expected)
 def kernels_of(device, ablate):
     config = ModelConfig.from_file(resolve_model(None).path / "config.json")
     policy = policy_for(device, ablate)
-    capacity = max(policy.kv_step, policy.long_context if policy.long_context < 1 << 40 else 0)
-    plans = [decode_plan(Builder(config, policy, capacity=capacity))]
-    plans += [prefill_plan(Builder(config, policy, rows=policy.buckets[-1], capacity=capacity))]
+    kv_tokens = max(policy.kv_step, policy.long_context if policy.long_context < 1 << 40 else 0)
+    plans = [decode_plan(Builder(config, policy, kv_tokens=kv_tokens))]
+    plans += [prefill_plan(Builder(config, policy, rows=policy.buckets[-1], kv_tokens=kv_tokens))]
     return [(d.kernel.name, d.barrier, d.constants, d.params, d.host) for plan in plans for d in plan.dispatches]
 
 

@@ -106,14 +106,14 @@ def _routes(source: str, device: str) -> frozenset[tuple[Any, ...]]:
     """
     config, policy = ModelConfig.from_dict(json.loads(source), "config"), policy_for(device)
 
-    def builder(rows: int = 1, capacity: int = 4096) -> Builder:
-        return Builder(config, policy, rows=rows, capacity=capacity)
+    def builder(rows: int = 1, kv_tokens: int = 4096) -> Builder:
+        return Builder(config, policy, rows=rows, kv_tokens=kv_tokens)
 
-    plans: list[Plan] = [decode_plan(builder(capacity=capacity)) for capacity in (4096, policy.long_context)]
+    plans: list[Plan] = [decode_plan(builder(kv_tokens=kv_tokens)) for kv_tokens in (4096, policy.long_context)]
     plans += [sample_plan(builder(), greedy=g, logprobs=p) for g in (True, False) for p in (True, False)]
     for rows in policy.buckets:
         plans += [prefill_plan(builder(rows)), prefill_plan(builder(rows), score_top=5)]
-    tiles = ("rows_per_group", "tile_m", "tile_n", "piece", "slice", "renorm", "logprobs")
+    tiles = ("rows_per_group", "tile_m", "tile_n", "split", "slice", "renorm", "logprobs")
     return frozenset(
         (
             d.kernel.name,

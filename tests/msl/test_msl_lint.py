@@ -60,7 +60,7 @@ def test_shaders_keep_types_and_address_spaces(version: int, act: str) -> None:
 def test_kernels_are_those_of_the_kernel_table(version: int) -> None:
     names = {f.name for f in survey(shader_source(), version).functions if f.is_kernel}
     assert names - set(KERNELS) == set()
-    assert {k.name for k in KERNELS.values() if k.replaces is None} - names == set()
+    assert {k.name for k in KERNELS.values() if k.ablation is None} - names == set()
 
 
 def test_kernels_declare_the_threads_that_the_kernel_table_allows() -> None:
@@ -72,6 +72,9 @@ def test_kernels_declare_the_threads_that_the_kernel_table_allows() -> None:
         factors = [f.strip() for f in text.split("*")]
         return prod(int(f) if f.isdigit() else value(values[f]) for f in factors)
 
-    declared = re.findall(r"max_total_threads_per_threadgroup\((\w+)\)\]\]\s*void\s+(\w+)", source)
-    assert {name: value(text) for text, name in declared if KERNELS[name].max_threads != value(text)} == {}
-    assert {k.name for k in KERNELS.values() if k.max_threads < 1024} <= {name for _, name in declared}
+    pairs = re.findall(r"max_total_threads_per_threadgroup\((\w+)\)\]\]\s*void\s+(\w+)", source)
+    declared = {name: value(text) for text, name in pairs}
+    by_policy = {name: k.max_threads for name, k in KERNELS.items() if not k.threads}
+    assert by_policy == {name: declared.get(name, 1024) for name in by_policy}
+    assert {name for name, most in declared.items() if most < KERNELS[name].threads} == set()
+    assert {k.name for k in KERNELS.values() if k.matrix or k.threads == 1024} <= set(declared)

@@ -6,16 +6,17 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import replace
-from itertools import product
 
 import pytest
+from paths import ROOT
 
 from lily.checkpoint.config import ModelConfig, QuantSpec
+from lily.checks.inputs import maker_of
 from lily.device.device import Device
 from lily.errors import CheckpointError
 from lily.kernels import KERNELS, STRUCTS, c_header
-from lily.plan import Builder, decode_plan, legal, prefill_plan, sample_plan
-from lily.policy import ABLATIONS, POLICIES, policy_for
+from lily.plan import Builder, decode_plan, every_plan, legal, prefill_plan
+from lily.policy import ABLATIONS, NEVER, POLICIES, policy_for
 from lily.structs import struct_dtype
 
 SMALL = ModelConfig(
@@ -57,13 +58,63 @@ def test_arguments_and_constants_fit_the_device_interface():
         assert k.summary
 
 
+def _sections():
+    """(headings of lily/kernels.py as (title, C file, shader file), names of the kernels under each)."""
+    text = (ROOT / "lily" / "kernels.py").read_text(encoding="utf-8")
+    found = re.split(r"^# ---- (\w+): (\S+), (\S+) -+$", text, flags=re.MULTILINE)
+    for title, c, shader, rows in zip(found[1::4], found[2::4], found[3::4], found[4::4], strict=True):
+        yield title, c, shader, re.findall(r'^kernel\(\n    "(\w+)",$', rows, flags=re.MULTILINE)
+
+
+def test_every_kernel_stands_under_a_heading():
+    assert [name for *_, names in _sections() for name in names] == list(KERNELS)
+
+
+@pytest.mark.parametrize(("title", "c", "shader", "names"), [pytest.param(*s, id=s[0]) for s in _sections()])
+def test_a_heading_names_the_files_that_define_its_kernels(title, c, shader, names):
+    assert (c, shader) == (f"lily/cpu/kernels/{title}.h", f"shaders/{title}.metal")
+    functions = set(re.findall(r"^(?:SHARED void|#define) kernel_(\w+)", (ROOT / c).read_text(), flags=re.MULTILINE))
+    kernels = set(
+        re.findall(r"^(?:kernel|\[\[kernel.*\]\]) void (\w+)\(", (ROOT / shader).read_text(), flags=re.MULTILINE)
+    )
+    assert (functions, kernels) == (set(names), set(names))
+
+
+def test_a_launch_names_its_threads_where_the_table_does_not():
+    b = Builder(SMALL, policy_for("metal"))
+    x, y = b.act("x", 128), b.act("y", 128)
+    with pytest.raises(ValueError, match="last_row: 64 threads were given, the table says 256"):
+        b.dispatch("last_row", (1,), 64, x=x, y=y)
+    b.dispatch("last_row", (1,), x=x, y=y)
+    assert b.dispatches[0].threads == (256, 1, 1)
+    partial = {"part_o": b.f32("part_o", 128), "part_ml": b.f32("part_ml", 8), "o": y, "split": 1}
+    for threads in (0, 1025):
+        with pytest.raises(ValueError, match=f"attn_combine: {threads} threads were given, 1 to 1024 are allowed"):
+            b.dispatch("attn_combine", (4,), threads, **partial)
+
+
+def test_a_launch_gives_what_its_row_names():
+    b = Builder(SMALL, policy_for("metal"))
+    x, y = b.act("x", 128), b.act("y", 128)
+    for given in ({"x": x}, {"x": x, "y": y, "z": y}):
+        with pytest.raises(ValueError, match=re.escape("last_row takes ['hidden', 'step', 'x', 'y'], given were ['x'")):
+            b.dispatch("last_row", (1,), **given)
+    b.dispatch("last_row", (1,), x=x, y=y)
+    (made,) = b.dispatches
+    assert made.views == (b.fixed("step.in"), x, y)
+    assert made.params == (128,)
+
+
+def test_names_of_a_row_differ_from_each_other_and_from_what_a_launch_has_itself():
+    for k in KERNELS.values():
+        names = [*(a.name for a in k.args), *(name for name, _ in k.params), *k.constants]
+        assert len(set(names)) == len(names), k.name
+        assert not set(names) & {"kernel", "grid", "threads", "label", "host"}, k.name
+
+
 def _every_plan(policy):
-    for capacity in (policy.kv_step, policy.long_context if policy.long_context < 1 << 40 else 2 * policy.kv_step):
-        yield decode_plan(Builder(SMALL, policy, capacity=capacity))
-    for rows, top in product(policy.buckets, (None, 4)):
-        yield prefill_plan(Builder(SMALL, policy, rows=rows, capacity=policy.buckets[-1]), score_top=top)
-    for greedy, logprobs in ((True, False), (False, False), (False, True)):
-        yield sample_plan(Builder(SMALL, policy, capacity=policy.kv_step), greedy=greedy, logprobs=logprobs)
+    far = policy.long_context if policy.long_context < NEVER else 2 * policy.kv_step
+    return every_plan(SMALL, policy, kv_tokens=(policy.kv_step, far), score_top=4)
 
 
 def test_every_kernel_that_a_cpu_route_asks_for_exists_there():
@@ -75,9 +126,9 @@ def test_every_kernel_that_a_cpu_route_asks_for_exists_there():
 
 
 @pytest.mark.parametrize("device", list(POLICIES))
-def test_every_kernel_of_the_table_is_on_a_route_or_replaces_one(device):
+def test_every_kernel_of_the_table_is_on_a_route_or_belongs_to_an_ablation(device):
     used = {d.kernel.name for plan in _every_plan(policy_for(device)) for d in plan.dispatches}
-    assert {k.name for k in KERNELS.values() if k.replaces is None and not k.probe} - used == set()
+    assert {k.name for k in KERNELS.values() if k.ablation is None and not k.probe} - used == set()
     assert not any(KERNELS[name].probe for name in used)
 
 
@@ -85,8 +136,21 @@ def test_every_kernel_of_the_table_is_on_a_route_or_replaces_one(device):
 def test_no_route_exceeds_the_threads_or_grid_of_its_kernel(device):
     for plan in _every_plan(policy_for(device)):
         for d in plan.dispatches:
-            assert d.threads[0] <= d.kernel.max_threads
+            assert d.threads[0] == d.kernel.threads or 0 < d.threads[0] <= d.kernel.max_threads
             assert all(0 < g < 1 << 31 for g in d.grid)
+
+
+def test_the_checks_know_what_to_give_every_argument():
+    for k in KERNELS.values():
+        for a in k.args:
+            if a.reads and a.dtype not in ("act", "q", "qrows", "Step", "Request"):
+                assert maker_of(k.name, a.name)
+
+
+def test_an_argument_of_an_unknown_kernel_gets_no_other_kernels_numbers():
+    for name in ("gate", "y", "weights", "ids", "logits"):
+        with pytest.raises(LookupError, match=f"does not say what {name} of new_kernel holds"):
+            maker_of("new_kernel", name)
 
 
 # ---- legal shapes ---------------------------------------------------------------------------------------------------
@@ -135,14 +199,14 @@ def test_a_model_that_the_kernels_cannot_take_is_refused_by_name(changes, device
     config = replace(SMALL, **changes, source="folder/config.json")
     policy = policy_for(device)
     with pytest.raises(CheckpointError, match=re.escape(f"folder/config.json: {words}")):
-        decode_plan(Builder(config, policy, capacity=policy.kv_step))
+        decode_plan(Builder(config, policy, kv_tokens=policy.kv_step))
 
 
 def test_what_is_illegal_on_a_gpu_runs_on_the_cpu():
     for changes in ({"num_experts": 300}, {"head_dim": 96}, {"linear_key_head_dim": 48}):
         config, policy = replace(SMALL, **changes), policy_for("cpu")
-        decode_plan(Builder(config, policy, capacity=policy.kv_step))
-        prefill_plan(Builder(config, policy, rows=8, capacity=policy.kv_step))
+        decode_plan(Builder(config, policy, kv_tokens=policy.kv_step))
+        prefill_plan(Builder(config, policy, rows=8, kv_tokens=policy.kv_step))
 
 
 @pytest.mark.parametrize(
@@ -173,4 +237,4 @@ def test_a_rule_that_cannot_be_read_is_an_error(text):
 def test_tiles_that_a_policy_gets_wrong_are_its_own_fault():
     policy = replace(policy_for("metal"), gemm_tiles=((0, 24),))
     with pytest.raises(ValueError, match="gemm: tile_m is 24, the kernel takes 16, 32 or 64"):
-        prefill_plan(Builder(SMALL, policy, rows=8, capacity=policy.kv_step))
+        prefill_plan(Builder(SMALL, policy, rows=8, kv_tokens=policy.kv_step))

@@ -8,7 +8,7 @@ Not handled: what kernels compute.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lily.cli import run
 from lily.errors import InvalidRequestError
 from lily.kernels import KERNELS
 from lily.plan import Builder, Dispatch, Plan, View, decode_plan, prefill_plan, sample_plan
-from lily.plan.hazards import depth, schedule
+from lily.plan.hazards import schedule
 from lily.plan.report import minimum_bytes, plan_report
 from lily.policy import ABLATIONS, policy_for
 
@@ -72,11 +72,11 @@ def real() -> ModelConfig:
     return config_of(REAL)
 
 
-def plans_of(config: ModelConfig, device: str, ablate: tuple[str, ...] = (), capacity: int = 4096) -> list[Plan]:
+def plans_of(config: ModelConfig, device: str, ablate: tuple[str, ...] = (), kv_tokens: int = 4096) -> list[Plan]:
     policy = policy_for(device, ablate)
 
     def builder(rows: int) -> Builder:
-        return Builder(config, policy, rows=rows, capacity=capacity)
+        return Builder(config, policy, rows=rows, kv_tokens=kv_tokens)
 
     samples = [sample_plan(builder(1), greedy=g, logprobs=p) for g, p in ((True, False), (False, False), (False, True))]
     prefills = [prefill_plan(builder(8)), prefill_plan(builder(256)), prefill_plan(builder(64), score_top=5)]
@@ -135,11 +135,11 @@ def test_minimum_bytes_of_prefill(real: ModelConfig, rows: int, experts: float) 
 
 
 def test_more_context_costs_exactly_its_keys_and_values(real: ModelConfig) -> None:
-    # Both fill the same cache, so only what is read differs: K and V, and one partial result a head and piece.
-    piece, _ = policy_for("metal").piece(4096, 256, 8)
+    # Both fill the same cache, so only what is read differs: K and V, and one partial result a head and split.
+    split, _ = policy_for("metal").split(4096, 256, 8)
     short, long = (plan_report(real, policy_for("metal"), context=n)["bytes"] for n in (1024, 4096))
     partial = (256 + 2) * 16 * 4 * 2  # written once, read once
-    assert long - short == 3072 * 20_480 + 10 * (3072 // piece) * partial
+    assert long - short == 3072 * 20_480 + 10 * (3072 // split) * partial
 
 
 # ---- hazards
@@ -159,6 +159,9 @@ def copy(source: tuple[int, int], target: tuple[int, int]) -> Dispatch:
         (((0, 16), (16, 32)), ((32, 48), (48, 64)), False),  # ranges that only touch
         (((0, 16), (16, 32)), ((31, 47), (48, 64)), True),  # one byte in common
         (((0, 64), (64, 128)), ((128, 144), (16, 32)), True),  # inside
+        (((16, 32), (64, 80)), ((128, 144), (0, 17)), True),  # begins before, and reaches into the first
+        (((16, 32), (64, 80)), ((128, 144), (0, 16)), False),  # begins before, and ends where the first begins
+        (((16, 32), (64, 80)), ((128, 144), (0, 64)), True),  # around
     ],
 )
 def test_what_makes_a_dispatch_wait(first: Any, second: Any, waits: bool) -> None:
@@ -198,10 +201,18 @@ def test_no_level_has_a_conflict_and_every_barrier_is_needed(device: str) -> Non
         assert (plan.levels, plan.barriers) == (len(levels), len(levels) - 1)
 
 
+def longest_chain(dispatches: Sequence[Dispatch]) -> int:
+    """Dispatches of the longest chain in which each conflicts with the one before it."""
+    chains: list[int] = []
+    for i, dispatch in enumerate(dispatches):
+        chains.append(1 + max((chains[j] for j in range(i) if conflict(dispatches[j], dispatch)), default=0))
+    return max(chains)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_order_needs_fewer_levels(device: str) -> None:
     for plan in plans_of(config_of(PRODUCTION_WIDTH), device):
-        assert plan.levels == depth(plan.dispatches), plan.name
+        assert plan.levels == longest_chain(plan.dispatches), plan.name
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -215,7 +226,7 @@ def test_without_overlap_every_dispatch_is_a_level(device: str) -> None:
 
 
 # ---- places
-def sizes_by_hand(config: ModelConfig, device: str, plan: Plan, capacity: int) -> dict[str, int]:
+def sizes_by_hand(config: ModelConfig, device: str, plan: Plan, kv_tokens: int) -> dict[str, int]:
     """Bytes of every buffer but those of weights and scratch."""
     policy = policy_for(device)
     act, vocab, hidden = {"cpu": 4, "metal": 2}[device], config.vocab_size, config.hidden_size
@@ -224,7 +235,7 @@ def sizes_by_hand(config: ModelConfig, device: str, plan: Plan, capacity: int) -
     rows = policy.buckets[-1]
     sizes = {"state.in": state, "state.out": state, "ids.in": rows * 4, "ids.out": rows * 4, "counts": vocab * 4}
     sizes |= {"step.in": 16, "step.out": 16, "hidden": hidden * act, "logits": vocab * 4}
-    sizes |= {f"kv.3.{which}": capacity * 2 * 256 * 2 for which in "kv"}
+    sizes |= {f"kv.3.{which}": kv_tokens * 2 * 256 * 2 for which in "kv"}
     sizes |= {f"score.{name}": 64 * 4 for name in ("targets", "logprobs", "flags")}
     sizes |= {f"score.{name}": 64 * 5 * 4 for name in ("ids", "values")}
     return sizes | {"scratch": plan.scratch_bytes}
@@ -262,7 +273,7 @@ def test_weights_and_states_share_no_bytes(device: str) -> None:
 
 
 def test_only_the_new_token_is_appended_to_the_cache(real: ModelConfig) -> None:
-    plan = decode_plan(Builder(real, policy_for("metal"), capacity=4096))
+    plan = decode_plan(Builder(real, policy_for("metal"), kv_tokens=4096))
     args = [pair for d in plan.dispatches for pair in zip(d.kernel.args, d.views, strict=True)]
     written = [view.written for arg, view in args if arg.writes and view.buffer.startswith("kv.")]
     assert written == [2 * 256 * 2] * 20
@@ -284,12 +295,12 @@ def routes(plans: Iterable[Plan]) -> set[Any]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("capacity", [4096, 65536])
-def test_the_production_width_model_takes_the_real_models_decode_routes(device: str, capacity: int) -> None:
+@pytest.mark.parametrize("kv_tokens", [4096, 65536])
+def test_the_production_width_model_takes_the_real_models_decode_routes(device: str, kv_tokens: int) -> None:
     small, large = (
         [
             plan
-            for plan in plans_of(config_of(values), device, capacity=capacity)
+            for plan in plans_of(config_of(values), device, kv_tokens=kv_tokens)
             if plan.name == "decode" or plan.name.startswith("sample")
         ]
         for values in (PRODUCTION_WIDTH, REAL)
@@ -302,7 +313,7 @@ def test_the_production_width_model_takes_the_real_models_prefill_routes(device:
     """Over all buckets: tiles follow the rows and the rows per expert, which 16 experts reach with fewer rows."""
     policy = policy_for(device)
     small, large = (
-        [prefill_plan(Builder(config_of(values), policy, rows=rows, capacity=4096)) for rows in policy.buckets]
+        [prefill_plan(Builder(config_of(values), policy, rows=rows, kv_tokens=4096)) for rows in policy.buckets]
         for values in (PRODUCTION_WIDTH, REAL)
     )
     assert routes(small) == routes(large)
@@ -311,7 +322,7 @@ def test_the_production_width_model_takes_the_real_models_prefill_routes(device:
 def test_a_narrower_model_takes_other_routes(real: ModelConfig) -> None:
     """What the comparison above would miss if it compared too little."""
     narrow = config_of({**PRODUCTION_WIDTH, "num_attention_heads": 8})
-    decode = [decode_plan(Builder(c, policy_for("metal"), capacity=4096)) for c in (narrow, real)]
+    decode = [decode_plan(Builder(c, policy_for("metal"), kv_tokens=4096)) for c in (narrow, real)]
     assert routes(decode[:1]) != routes(decode[1:])
 
 

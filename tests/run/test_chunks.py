@@ -62,7 +62,7 @@ def test_the_chunk_that_tells_the_speed_has_as_much_to_do_for_a_thread_as_larger
 
     def flops_of_a_thread(rows: int) -> float:
         flops = threads = 0.0
-        for d in prefill_plan(Builder(REAL, policy, rows=rows, capacity=8192)).dispatches:
+        for d in prefill_plan(Builder(REAL, policy, rows=rows, kv_tokens=8192)).dispatches:
             constants = dict(zip(d.kernel.constants, d.constants, strict=True))
             params = dict(zip((n for n, _ in d.kernel.params), d.params, strict=True))
             threads += prod(d.grid) * prod(d.threads) * constants.get("tile_m", 64) / 64

@@ -78,7 +78,7 @@ def config() -> Any:
 @pytest.mark.parametrize("device", ["cpu", "metal"])
 def test_segments_are_the_plan_cut_at_every_routing(config: Any, device: str) -> None:
     policy = policy_for(device, ["resident-routing"])
-    plan = prefill_plan(Builder(config, policy, rows=64, capacity=1024))
+    plan = prefill_plan(Builder(config, policy, rows=64, kv_tokens=1024))
     parts = list(plan.segments())
     steps = [host for _, host in parts if host is not None]
     assert len(steps) == len(parts) - 1 == config.num_layers
@@ -97,7 +97,7 @@ def test_segments_are_the_plan_cut_at_every_routing(config: Any, device: str) ->
 
 
 def test_a_plan_without_host_steps_is_recorded_whole(config: Any) -> None:
-    plan = prefill_plan(Builder(config, policy_for("cpu"), rows=8, capacity=1024))
+    plan = prefill_plan(Builder(config, policy_for("cpu"), rows=8, kv_tokens=1024))
     assert not any(d.host for d in plan.dispatches)
     ((only, none),) = plan.segments()
     assert (only.dispatches, none) == (plan.dispatches, None)
@@ -120,7 +120,7 @@ class Recorder:
 
 
 def test_a_segment_that_cannot_be_recorded_frees_those_before_it(config: Any) -> None:
-    plan = prefill_plan(Builder(config, policy_for("cpu", ["resident-routing"]), rows=8, capacity=64))
+    plan = prefill_plan(Builder(config, policy_for("cpu", ["resident-routing"]), rows=8, kv_tokens=64))
     memory = {name: SimpleNamespace(address=0) for name in plan.buffers}
     segments = config.num_layers + 1
     device: Any = Recorder(segments - 1)

@@ -42,7 +42,7 @@ def plans_at(context: int) -> list[Plan]:
     """Decode, and each way of sampling."""
 
     def builder() -> Builder:
-        return Builder(CONFIG, POLICY, rows=1, capacity=POLICY.kv_capacity(context), context=context)
+        return Builder(CONFIG, POLICY, rows=1, kv_tokens=POLICY.kv_tokens(context), context=context)
 
     ways = ((True, False), (False, False), (False, True))
     return [decode_plan(builder()), *(sample_plan(builder(), greedy=g, logprobs=p) for g, p in ways)]
@@ -89,7 +89,7 @@ def test_a_decode_step_touches_the_bytes_of_its_plan() -> None:
 @pytest.mark.full
 def test_a_decode_step_at_a_long_context_touches_the_bytes_of_its_plan() -> None:
     """From `long_context` on, attention has its fixed-block layout."""
-    assert POLICY.kv_capacity(32769) >= POLICY.long_context
+    assert POLICY.kv_tokens(32769) >= POLICY.long_context
     check(32769)
 
 

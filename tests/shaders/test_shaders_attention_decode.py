@@ -45,27 +45,27 @@ def test_longer_contexts(position: int) -> None:
 
 @pytest.mark.parametrize("position", [32_766, 32_767, 32_768])
 def test_contexts_around_32768(position: int) -> None:
-    check_decode(layer_of(Shape(1, 1, 64, 16), position), piece=512, threads=128, pack=1, fixed=1)
+    check_decode(layer_of(Shape(1, 1, 64, 16), position), split=512, threads=128, pack=1, fixed=1)
 
 
 @pytest.mark.parametrize("position", [1022, 1023, 1024, 1025, 1279, 2500])
 def test_fixed_blocks_equal_the_general_layout(position: int) -> None:
     shape = Shape(8, 1, 256, 64)
     layer = layer_of(shape, position)
-    fixed = check_decode(layer, piece=1024, fixed=1)
-    general = decode(layer, piece=1024, fixed=0)
+    fixed = check_decode(layer, split=1024, fixed=1)
+    general = decode(layer, split=1024, fixed=0)
     for name in ("part_o", "part_ml", "k", "v"):
         assert same_result(fixed[name], general[name])
 
 
-@pytest.mark.parametrize("piece", [64, 100, 256, 512])
-def test_pieces_of_any_length(piece: int) -> None:
-    check_decode(layer_of(NARROW, 530), piece=piece, pack=2)
+@pytest.mark.parametrize("split", [64, 100, 256, 512])
+def test_splits_of_any_length(split: int) -> None:
+    check_decode(layer_of(NARROW, 530), split=split, pack=2)
 
 
-def test_partials_are_those_of_their_piece() -> None:
+def test_partials_are_those_of_their_split() -> None:
     layer = layer_of(NARROW, 300)
-    out = decode(layer, piece=128, pack=2)
+    out = decode(layer, split=128, pack=2)
     q, _, _ = prepared(layer)
     k, v = (from_bf16(out[n].view(np.uint16)).astype(np.float64)[:, 0] for n in "kv")
     for i in range(3):
@@ -81,16 +81,16 @@ def test_partials_are_those_of_their_piece() -> None:
 def test_rope_is_exact_at_the_last_position() -> None:
     """Pair 0 turns by 262,143 radians: an argument reduction in float32 would be off by 1e-2."""
     shape = Shape(1, 1, 64, 64)
-    position, piece = 262_143, 64
+    position, split = 262_143, 64
     layer = layer_of(shape, position)
-    pieces = position // piece + 1
+    splits = position // split + 1
     args = {
         "step": step(position), "proj": bf16(layer.proj[0]), "q_norm": layer.q_norm, "k_norm": layer.k_norm,
         "inv_freq": layer.inv_freq, "k": layer.k.view(ml_dtypes.bfloat16), "v": layer.v.view(ml_dtypes.bfloat16),
-        "part_o": np.zeros((pieces, 1, 64), np.float32), "part_ml": np.zeros((pieces, 1, 2), np.float32),
+        "part_o": np.zeros((splits, 1, 64), np.float32), "part_ml": np.zeros((splits, 1, 2), np.float32),
     }  # fmt: skip
     layer.k[position - 63 : position], layer.v[position - 63 : position] = 0, 0
-    out = run_last_piece(args, shape, piece, pieces)
+    out = run_last_split(args, shape, split, splits)
     q, k, _ = prepared(layer)
     np.testing.assert_allclose(
         out["k"][position].astype(np.float64), k[0], rtol=2.0**-8 + 1e-6 * SLACK, atol=2e-6 * SLACK
@@ -100,10 +100,10 @@ def test_rope_is_exact_at_the_last_position() -> None:
     np.testing.assert_allclose(out["part_ml"][-1, 0, 0], max(score, 0), rtol=1e-5)
 
 
-def run_last_piece(args: dict[str, Array], shape: Shape, piece: int, pieces: int) -> Run:
+def run_last_split(args: dict[str, Array], shape: Shape, split: int, splits: int) -> Run:
     constants = {**shape.heads, "rot": shape.rot, "pack": 1, "fixed": 0}
-    params = {"pitch": shape.pitch, "eps": EPS, "piece": piece}
-    return run("attn_decode", args, params, constants, grid=(pieces, 1), threads=(32,))
+    params = {"pitch": shape.pitch, "eps": EPS, "split": split}
+    return run("attn_decode", args, params, constants, grid=(splits, 1), threads=(32,))
 
 
 def test_great_scores_do_not_overflow() -> None:
@@ -120,8 +120,8 @@ def test_great_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_checked_in_every_lane_order(order: str) -> None:
     check_decode(layer_of(Shape(8, 1, 256, 64), 20), order=order, checked=True)
-    check_decode(layer_of(Shape(10, 2, 64, 16), 70), piece=32, threads=128, order=order, checked=True)
-    check_decode(layer_of(Shape(8, 1, 256, 64), 260), piece=512, fixed=1, order=order, checked=True)
+    check_decode(layer_of(Shape(10, 2, 64, 16), 70), split=32, threads=128, order=order, checked=True)
+    check_decode(layer_of(Shape(8, 1, 256, 64), 260), split=512, fixed=1, order=order, checked=True)
 
 
 def test_cache_rows_are_read_once() -> None:

@@ -92,7 +92,7 @@ class Attention:
             "step": step(self.position, self.rows), "q": cast(self.q), "proj": cast(self.proj), "k": bf16(self.k),
             "v": bf16(self.v), "o": cast(np.zeros((self.rows + 1, self.hq * self.dim))),
         }  # fmt: skip
-        params = {"pitch": self.pitch, "piece": 256, "tile_m": tile}
+        params = {"pitch": self.pitch, "split": 256, "tile_m": tile}
         constants = {"hq": self.hq, "hkv": self.hkv, "dim": self.dim}
         grid = (-(-(self.rows + 1) // tile), self.hkv)
         out = run("attn_prefill", arrays, params, constants, grid=grid, threads=(256,), act=act, **options)

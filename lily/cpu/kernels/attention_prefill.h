@@ -10,11 +10,11 @@
 
 // One tile: `rows` rows from `row` on, one KV head.  `o` and `max_total` are room for the running result.
 INLINE void attn_prefill_tile(
-    const attn_tile *t, const attn_cache *c, uint32_t piece, uint32_t queries, float *o, float *max_total) {
+    const attn_tile *t, const attn_cache *c, uint32_t split, uint32_t queries, float *o, float *max_total) {
     memset(o, 0, (size_t)queries * t->dim * sizeof *o);
     for (uint32_t i = 0; i < queries; i++) max_total[2 * i] = -INFINITY, max_total[2 * i + 1] = 0;
-    for (size_t first = 0; first <= t->last; first += piece) {
-        attn_piece(t, c, first, first + piece);
+    for (size_t first = 0; first <= t->last; first += split) {
+        attn_split(t, c, first, first + split);
         for (uint32_t i = 0; i < queries; i++)
             if (t->position + i / t->rep >= first)
                 attn_merge(o + (size_t)i * t->dim, max_total + 2 * i, t->sum + (size_t)i * t->dim, t->max_total + 2 * i,
@@ -43,7 +43,7 @@ SHARED void kernel_attn_prefill(const cpu_call *call, uint32_t begin, uint32_t e
         for (uint32_t i = 0; i < rows * rep; i++)
             attn_tile_query(&t, i, q + ((size_t)(row + i / rep) * hq + (size_t)kv * rep + i % rep) * dim);
         attn_cache c = {k + (size_t)kv * dim, v + (size_t)kv * dim, (size_t)hkv * dim};
-        attn_prefill_tile(&t, &c, p->piece, rows * rep, o, max_total);
+        attn_prefill_tile(&t, &c, p->split, rows * rep, o, max_total);
         for (uint32_t i = 0; i < rows * rep; i++) {
             size_t m = row + i / rep, h = (size_t)kv * rep + i % rep;
             gate_row(o + (size_t)i * dim, proj + m * p->pitch + (2 * h + 1) * dim, dim, out + (m * hq + h) * dim);

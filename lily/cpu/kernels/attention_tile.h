@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped-query attention of a tile of queries over the cache, once for decode and prefill.
 //
-// The queries of a tile (rows × the query heads of one KV head) walk over the cache in pieces, pieces in blocks of
+// The queries of a tile (rows × the query heads of one KV head) walk over the cache in splits, splits in blocks of
 // ATTN_BLOCK positions.  A block is turned into float32 once for all queries: keys transposed, so that lanes are
 // positions and a score is a plain sum over the head's dims; values as they are, so that lanes are dims and an output is
 // a plain sum over positions.  No sum depends on which queries share a tile, so decode and prefill give the same bits.
@@ -34,8 +34,8 @@ typedef struct {
     float *keys;       // [strip][dim][ATTN_STRIP] of one block
     float *values;     // [dim / ATTN_STRIP][ATTN_BLOCK][ATTN_STRIP] of one block; a last strip may be narrower
     float *weights;    // [ATTN_QUERIES][ATTN_BLOCK]
-    float *sum;        // [queries][dim], of the piece
-    float *max_total;  // [queries][2], of the piece: maximum and sum of exponentials
+    float *sum;        // [queries][dim], of the split
+    float *max_total;  // [queries][2], of the split: maximum and sum of exponentials
 } attn_tile;
 
 typedef struct {
@@ -216,7 +216,7 @@ SHARED void attn_panel(const attn_tile *t, uint32_t query, size_t first, uint32_
 }
 
 // Fills sum and max_total for the positions first <= p < end, as far as each query sees them.
-SHARED void attn_piece(const attn_tile *t, const attn_cache *c, size_t first, size_t end) {
+SHARED void attn_split(const attn_tile *t, const attn_cache *c, size_t first, size_t end) {
     memset(t->sum, 0, (size_t)t->queries * t->dim * sizeof *t->sum);
     for (uint32_t i = 0; i < t->queries; i++) t->max_total[2 * i] = -INFINITY, t->max_total[2 * i + 1] = 0;
     if (end > (size_t)t->last + 1) end = (size_t)t->last + 1;
@@ -228,7 +228,7 @@ SHARED void attn_piece(const attn_tile *t, const attn_cache *c, size_t first, si
     }
 }
 
-// Adds a piece to a running result (sum, maximum and total), which starts as zeros with maximum -inf.
+// Adds a split to a running result (sum, maximum and total), which starts as zeros with maximum -inf.
 INLINE void attn_merge(float *o, float *max_total, const float *part, const float *part_max_total, uint32_t dim) {
     float m = max_total[0] > part_max_total[0] ? max_total[0] : part_max_total[0];
     float a = exp_one(max_total[0] - m), b = exp_one(part_max_total[0] - m);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that move or scale rows: embed, copy, rmsnorm, last_row, swiglu.  One group a row, but for copy.
+// Kernels that move or scale rows: embed, rmsnorm, last_row, swiglu.  One group a row.
 //
 // Not here: the projections that follow a norm (gemv.h), the per-head norms of gdn.h and attention_prep.h.
 #ifndef LILY_CPU_ELEMENTWISE_H
@@ -59,16 +59,6 @@ SHARED void kernel_last_row(const cpu_call *call, uint32_t begin, uint32_t end, 
     const float *x = call->arg[last_row_X];
     (void)begin, (void)end, (void)worker;
     memcpy(call->arg[last_row_Y], x + (size_t)(step->rows - 1) * p->hidden, p->hidden * sizeof *x);
-}
-
-#define COPY_BLOCK 65536
-
-SHARED void kernel_copy(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
-    const copy_params *p = call->params;
-    size_t from = (size_t)begin * COPY_BLOCK, to = (size_t)end * COPY_BLOCK;
-    (void)worker;
-    if (to > p->bytes) to = p->bytes;
-    if (from < to) memcpy((char *)call->arg[copy_DST] + from, (const char *)call->arg[copy_SRC] + from, to - from);
 }
 
 SHARED void kernel_swiglu(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {

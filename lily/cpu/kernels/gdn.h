@@ -303,7 +303,7 @@ SHARED void kernel_gdn_scan(const cpu_call *call, uint32_t begin, uint32_t end, 
     }
 }
 
-// The CPU has one way to scan: the off variant of `register-scan` is the same.
+// The CPU has one way to scan: the ablation `register-scan` is the same.
 _Static_assert((int)gdn_scan_O == (int)gdn_scan_blocked_O, "gdn_scan and gdn_scan_blocked have the same arguments");
 #define kernel_gdn_scan_blocked kernel_gdn_scan
 

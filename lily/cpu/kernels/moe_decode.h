@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mixture of experts for one row: moe_gate_up, moe_down, moe_gemv (off variant of `expert-fusion`).
+// Mixture of experts for one row: moe_gate_up, moe_down, moe_gemv (ablation `expert-fusion`).
 //
 // Grids.  moe_gate_up, moe_gemv: x = groups of `rows_per_group` outputs, y = place among the active experts.  moe_down: x
 // only.  Not here: the router's logits and the shared expert's gate and up (gemv.h), many rows (moe_prefill.h).

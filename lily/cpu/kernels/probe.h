@@ -1,10 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine can do at most, for `lily doctor`: probe_level, probe_read, probe_matrix.
-// Not here: what a thread or a barrier costs (runtime/pool.c); copies (elementwise.h).
+// What this machine can do at most, for `lily doctor`: copy, probe_level, probe_read, probe_matrix.
+// Not here: what a thread or a barrier costs (runtime/pool.c).
 #ifndef LILY_CPU_PROBE_H
 #define LILY_CPU_PROBE_H
 
 #include "tile.h"
+
+#define COPY_BLOCK 65536
+
+SHARED void kernel_copy(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
+    const copy_params *p = call->params;
+    size_t from = (size_t)begin * COPY_BLOCK, to = (size_t)end * COPY_BLOCK;
+    (void)worker;
+    if (to > p->bytes) to = p->bytes;
+    if (from < to) memcpy((char *)call->arg[copy_DST] + from, (const char *)call->arg[copy_SRC] + from, to - from);
+}
 
 SHARED void kernel_probe_level(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
     uint32_t *x = call->arg[probe_level_X];
