@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from cli_harness import NO_END, failure, lily_process, usage_error
+from engine_harness import device_buffers, memory_when_full
 from paths import DATA, EMBEDDED
 
 import lily
@@ -396,8 +397,6 @@ def test_info_reports_the_embedded_model(capsys: pytest.CaptureFixture[str], mon
     assert model["quantization"] == {"4 bits, groups of 64": 88, "8 bits, groups of 64": 16}
     assert context["max_context"] == 1000
     assert context["memory"]["kv"] == 1000 * 2 * 2 * 2 * 256 * 2  # 2 layers, K and V, 2 heads of 256, bf16
-    parts = ("weights", "state", "kv", "scratch", "snapshots")
-    assert context["memory"]["total"] == sum(context["memory"][name] for name in parts)
     assert report["sampling_defaults"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
@@ -407,8 +406,9 @@ def test_info_reports_the_embedded_model(capsys: pytest.CaptureFixture[str], mon
 def test_info_agrees_with_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["info", "--json", "--max-context", "1000"]) == 0
     report = json.loads(capsys.readouterr().out)
-    with lily.Engine(max_context=1000) as engine:
+    with device_buffers() as made, lily.Engine(max_context=1000) as engine:
         info = engine.info
+        assert report["context"]["memory"]["total"] == memory_when_full(engine, made)
     assert report["context"]["memory"] == info["memory"]
     assert report["device"] == info["device"]
     assert report["sampling_defaults"] | info["sampling_defaults"] == report["sampling_defaults"]

@@ -265,6 +265,19 @@ def test_reply_that_is_only_partly_continued(warm, cold_engine, device, lost):
         assert got.cached_tokens == (len(first) + keep if keep >= 8 else len(first) - 1)
 
 
+@cpu_only("elsewhere only edges of chunks can be resumed")
+def test_one_token_reply_between_two_departures(warm, cold_engine):
+    """A reply of one token runs no step: the other slot then holds what was before the prompt's last chunk."""
+    first = random_tokens(20)
+    reply = check(warm, cold_engine, first, tokens=6).token_ids
+    longer, at = [*first, *reply, *random_tokens(6, 3)], len(first) + len(reply) - 1
+    for keep in range(at + 1, at - 4, -1):
+        runner_of(warm).reset()
+        check(warm, cold_engine, first, tokens=6)
+        check(warm, cold_engine, longer, tokens=1)
+        check(warm, cold_engine, [*longer[:keep], (longer[keep] + 1) % TEXT_IDS, 7])
+
+
 @pytest.mark.parametrize("read", sweep([1, 2, 3, 6], 2))
 def test_cancelled_reply_that_is_only_partly_continued(warm, cold_engine, device, read):
     """As above, when one step ran beyond what was read."""
@@ -448,7 +461,7 @@ def test_random_walk_of_requests(device, seed):
                     next(stream, None)
                 stream.close()
             how = {
-                "tokens": int(rng.integers(1, device.pick(40, 12))),
+                "tokens": 1 if rng.random() < 1 / 3 else int(rng.integers(1, device.pick(40, 12))),
                 "seed": step,
                 "repetition_penalty": float(rng.choice([1, 1.3])),
             }

@@ -14,14 +14,18 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from engine_device import current
 from paths import DATA
 
+from lily.checkpoint.config import ModelConfig
+from lily.device.device import Buffer, Device
 from lily.engine import Completion, Engine
 from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.policy import POLICIES
+from lily.run.budget import SNAPSHOTS
 from lily.run.runner import Runner
 from lily.sampling import SamplingParams
 
@@ -107,6 +111,38 @@ def current_state(engine: Engine) -> bytes:
     used = len(r.tokens) * kv_row_bytes(r.config)
     parts = [r._state()] + [r._buffers[f"kv.{i}.{which}"].bytes[:used] for i in kv_layers(r.config) for which in "kv"]
     return b"".join(part.tobytes() for part in parts)
+
+
+@contextmanager
+def device_buffers() -> Iterator[list[Buffer]]:
+    """Every device buffer that is made meanwhile."""
+    made: list[Buffer] = []
+    new = Device.buffer
+    with mock.patch.object(Device, "buffer", lambda device, nbytes: made.append(new(device, nbytes)) or made[-1]):
+        yield made
+
+
+def memory_when_full(engine: Engine, made: Sequence[Buffer]) -> int:
+    """Bytes that an engine, whose buffers are ``made``, needs at most: its context full, the largest lists in use.
+
+    What `score` gives is left out, as from the sum that decides how much fits; snapshots lie in the host's memory.
+    """
+    tokens, top = engine.max_context, 4
+    engine.score([1] * tokens, top)
+    engine.generate([1] * (tokens // 2), max_tokens=tokens, ignore_eos=True)
+    rows = POLICIES[engine.info["device"]["name"]].buckets[-1]
+    results = rows * 4 * (3 + 2 * top)  # log-probability, flag and target; best ids and theirs
+    state = sum(b.nbytes for b in made if b.handle) - results
+    return state + SNAPSHOTS * state_bytes(engine.config)
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Of one state slot on the running test's device: convolution rows and recurrent state of every GDN layer."""
+    width = 4 if POLICIES[current().name].act == "f32" else 2
+    conv = (config.conv_kernel - 1) * config.conv_dim * width
+    recurrent = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
+    layers = len(config.layer_types) - len(kv_layers(config))
+    return layers * sum(-(-part // 256) * 256 for part in (conv, recurrent))
 
 
 def force(engine: Engine, token: int) -> None:
