@@ -50,6 +50,19 @@ def test_a_list_is_one_concurrent_encoder_with_barriers_only_where_the_plan_has_
     assert sent(metal) == ["encoder", "dispatch", "dispatch", "barrier", "dispatch", "dispatch", "commit"]
 
 
+def test_each_dispatch_runs_its_own_kernel(metal: Standin, opened: Open, tmp_path: Path) -> None:
+    source = tmp_path / "two.metal"
+    source.write_text("kernel void copy() {}\nkernel void swiglu() {}\n")
+    w = Work(opened(source=source))
+    views = tuple(View(buffer, 0, BYTES) for buffer in "abc")
+    other = replace(dispatch(), kernel=KERNELS["swiglu"], views=views, params=(1, 256))
+    recorded = w.record(dispatch(), other, other, dispatch())
+    w.device.wait(w.device.submit([recorded]))
+    kernels = [line.split()[1] for line in metal.journal if line.startswith("dispatch ")]
+    assert kernels == ["copy", "swiglu", "swiglu", "copy"]
+    w.close()
+
+
 def test_lists_of_one_submission_share_a_command_buffer_with_a_barrier_between(metal: Standin, work: Work) -> None:
     first, second = work.record(dispatch()), work.record(dispatch(), dispatch(barrier=True))
     work.device.wait(work.device.submit([first, second]))
