@@ -174,6 +174,7 @@ def test_checked_in_every_lane_order(order: str) -> None:
     check_decode(layer_of(Shape(8, 1, 256, 64), 20), order=order, checked=True)
     check_decode(layer_of(Shape(10, 2, 64, 16), 70), piece=32, threads=128, order=order, checked=True)
     check_decode(layer_of(Shape(8, 1, 256, 64), 260), piece=512, fixed=1, order=order, checked=True)
+    check_decode(layer_of(Shape(10, 2, 64, 16), 64), piece=32, threads=128, order=order, checked=True)  # a new piece
 
 
 def test_cache_rows_are_read_once() -> None:

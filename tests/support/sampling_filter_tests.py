@@ -87,6 +87,17 @@ def test_top_k_far_below_the_maximum(run_call: RunCall) -> None:
         np.testing.assert_array_equal(sample_filter(run_call, y, top_k=top_k), kept_by(y, top_k=top_k)[0])
 
 
+@pytest.mark.parametrize("top", [10.3, 8.7, 15.9])
+def test_top_k_at_the_edges_of_buckets(run_call: RunCall, top: float) -> None:
+    """Ids are counted by their distance from the greatest in steps of 1/128: here they lie on both sides of edges."""
+    top = np.float32(top)
+    edges = np.array([top - np.float32(b / 128) for b in range(1000, 1300, 7)], np.float32)
+    infinity = np.float32(np.inf)
+    y = np.concatenate([[top], np.nextafter(edges, infinity), edges, np.nextafter(edges, -infinity)], dtype=np.float32)
+    for top_k in range(1, len(y)):
+        np.testing.assert_array_equal(sample_filter(run_call, y, top_k=top_k), kept_by(y, top_k=top_k)[0])
+
+
 @pytest.mark.parametrize("min_p", [1e-4, 0.05, 0.5, 1.0])
 def test_min_p_is_relative_to_the_greatest(run_call: RunCall, min_p: float) -> None:
     y = normal_logits(2000, 3)
