@@ -29,7 +29,7 @@ def drawn() -> list[Fault]:
     return [fault for s in SUBJECTS for fault, _ in zip(drawn_faults(s, 1), range(s.drawn), strict=False)]
 
 
-def test_every_written_fault_fits_the_sources_once() -> None:
+def test_every_written_fault_fits_the_sources_once(repository: Path) -> None:
     """Fails where code was rewritten that a fault is about: write the same fault for the new code (README there)."""
     faults = written_faults()
     names = [fault.name for fault in faults]
@@ -37,6 +37,8 @@ def test_every_written_fault_fits_the_sources_once() -> None:
     for fault in faults:
         assert fault.before != fault.after, fault.name
         assert fault.why, fault.name
+        if fault.change.file.endswith(".py"):
+            compile(fault.change.applied((repository / fault.change.file).read_text()), fault.name, "exec")
 
 
 def test_there_are_enough_faults_and_half_of_them_are_drawn() -> None:

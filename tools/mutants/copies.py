@@ -104,7 +104,8 @@ class Copy:
         """Runs a command in the copy with the copy's package; all that it started ends with it."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("LILY_", "PYTEST_"))}
         environment |= {k: v for k, v in os.environ.items() if k == "LILY_TEST_DATA"}
-        environment |= {"PYTHONPATH": str(self.path), "PYTHONHASHSEED": "0", **(variables or {})}
+        path = os.pathsep.join(filter(None, [str(self.path), os.environ.get("PYTHONPATH")]))
+        environment |= {"PYTHONPATH": path, "PYTHONHASHSEED": "0", **(variables or {})}
         began = time.monotonic()
         process = subprocess.Popen(
             command, cwd=self.path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -43,10 +43,10 @@ def _fits(file: str, pattern: str) -> bool:
 
 
 _CPU = "LILY_DEVICE=cpu"
-_EXACT = f"{_CPU} tests/engine/test_engine_exact.py"
+_EXACT = f"{_CPU} tests/engine/test_engine_exact.py -k 'not instruction_sets'"
 _ENGINE = f"{_CPU} tests/engine/test_engine_api.py tests/engine/test_engine_limits.py"
 _GOLDEN = f"{_CPU} tests/engine/test_engine_golden.py"
-_FAULTS = f"{_CPU} tests/engine/test_engine_sessions.py"
+_SESSIONS = f"{_CPU} tests/engine/test_engine_sessions.py"
 _METAL_FAULTS = "LILY_DEVICE=metal tests/engine/test_engine_faults.py"
 _SAMPLING = f"{_CPU} tests/engine/test_engine_sampling.py"
 _SHIM = (
@@ -99,8 +99,8 @@ SUBJECTS = (
         {
             "_routing.pyx": ("tests/run",),
             "host_steps.py": ("tests/run", f"{_CPU} tests/engine/test_ablations.py"),
-            "session.py": (_FAULTS, _ENGINE),
-            "*": ("tests/run", _EXACT, _FAULTS, _ENGINE, _SAMPLING, _METAL_FAULTS),
+            "session.py": (_SESSIONS, _ENGINE),
+            "*": ("tests/run", _ENGINE, _SAMPLING, _EXACT, _SESSIONS, _METAL_FAULTS),
         },
         left_out=("lily/run/budget.py", "lily/run/chunks.py"),
     ),
