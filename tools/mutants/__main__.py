@@ -63,17 +63,24 @@ class Campaign:
         self._mine: dict[int, Subjects] = {}
 
     def run(self, jobs: int) -> None:
-        threads = [threading.Thread(target=self._work, args=(number,)) for number in range(1, jobs + 1)]
+        copies = {number: Copy(number) for number in range(1, jobs + 1)}
+        threads = [threading.Thread(target=self._work, args=item) for item in copies.items()]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            self.problem = "interrupted"
+            for copy in copies.values():
+                copy.stop()
+            for thread in threads:
+                thread.join()
 
-    def _work(self, number: int) -> None:
-        copy = Copy(number)
+    def _work(self, number: int, copy: Copy) -> None:
         problem = copy.prepare()
         if problem:
-            self.problem = f"a copy of the checkout cannot be built:\n{problem}"
+            self.problem = self.problem or f"a copy of the checkout cannot be built:\n{problem}"
             return
         trials = Trials(copy, self._usual)
         while (fault := self._next(number)) is not None:
@@ -81,9 +88,10 @@ class Campaign:
             try:
                 verdict = trials.judge(fault) if reason is None else Verdict(fault, EQUIVALENT, reason)
             except Exception as error:
-                self.problem = f"{fault.name}: {type(error).__name__}: {error}"
+                self.problem = self.problem or f"{fault.name}: {type(error).__name__}: {error}"
                 raise
-            self._note(verdict)
+            if not self.problem:
+                self._note(verdict)
 
     def _next(self, number: int) -> Fault | None:
         """One fault more; a copy keeps to a subject, whose tests it has run before, as long as that lasts."""

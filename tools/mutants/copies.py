@@ -42,6 +42,8 @@ class Copy:
     def __init__(self, number: int) -> None:
         self.path = FOLDER / f"copy-{number}"
         self._good = FOLDER / f"built-{number}"
+        self._running: subprocess.Popen[str] | None = None
+        self._stopped = False
 
     def prepare(self) -> str:
         """Brings it to the state of the checkout and builds it; returns "", or what went wrong."""
@@ -68,6 +70,7 @@ class Copy:
             source, target = ROOT / name, self.path / name
             if not target.is_file() or source.read_bytes() != target.read_bytes():
                 _copy(source, target)
+                os.utime(target)  # newer than what was built of it, which may be that of a fault left by a killed run
         for name in _DOWNLOADED:
             if (ROOT / name).is_dir() and not (self.path / name).exists():
                 shutil.copytree(ROOT / name, self.path / name)
@@ -107,10 +110,12 @@ class Copy:
         path = os.pathsep.join(filter(None, [str(self.path), os.environ.get("PYTHONPATH")]))
         environment |= {"PYTHONPATH": path, "PYTHONHASHSEED": "0", **(variables or {})}
         began = time.monotonic()
-        process = subprocess.Popen(
+        process = self._running = subprocess.Popen(
             command, cwd=self.path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
+        if self._stopped:
+            self.stop()
         try:
             output, _ = process.communicate(timeout=seconds)
             code: int | None = process.returncode
@@ -118,11 +123,14 @@ class Copy:
             code = None
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
         return Outcome(code, output, time.monotonic() - began)
+
+    def stop(self) -> None:
+        """Ends what runs in the copy, and all that would be started after it; for another thread."""
+        self._stopped = True
+        process = self._running
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _copy(source: Path, target: Path) -> None:

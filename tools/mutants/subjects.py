@@ -42,23 +42,30 @@ def _fits(file: str, pattern: str) -> bool:
     return fnmatch(file if "/" in pattern else file.rpartition("/")[2], pattern)
 
 
-_CPU = "LILY_DEVICE=cpu"
-_EXACT = f"{_CPU} tests/engine/test_engine_exact.py -k 'not instruction_sets'"
-_ENGINE = f"{_CPU} tests/engine/test_engine_api.py tests/engine/test_engine_limits.py"
-_GOLDEN = f"{_CPU} tests/engine/test_engine_golden.py"
-_SESSIONS = f"{_CPU} tests/engine/test_engine_sessions.py"
+# Tests of engines on the cpu device, without those that take long and look at what others show as well.
+_SLOW = "-k 'not (memory_is_flat or stop_strings_anywhere or interrupts_at or instruction_sets or held_out_text)'"
+
+
+def _engine(*names: str, before: str = "", without: str = _SLOW) -> str:
+    """One run of several files: each start of pytest costs as much as a hundred quick tests."""
+    files = [f"tests/engine/test_{name}.py" for name in names]
+    return " ".join(filter(None, ["LILY_DEVICE=cpu", before, *files, without]))
+
+
 _METAL_FAULTS = "LILY_DEVICE=metal tests/engine/test_engine_faults.py"
-_SAMPLING = f"{_CPU} tests/engine/test_engine_sampling.py"
 _SHIM = (
-    "tests/shim/test_metal_shim_failures.py tests/shim/test_metal_shim_lists.py tests/shim/test_metal_shim_memory.py",
-    "tests/shim/test_metal_shim_open.py tests/shim/test_metal_shim_kernels.py",
-    "tests/shim/test_metal_replay.py tests/shim/test_metal_replay_engine.py",
+    "tests/shim/test_metal_shim_failures.py tests/shim/test_metal_shim_lists.py tests/shim/test_metal_shim_open.py "
+    "tests/shim/test_metal_shim_kernels.py tests/shim/test_metal_shim_memory.py tests/shim/test_metal_replay.py",
+    "tests/shim/test_metal_replay_engine.py",
 )
 
 
 def _kernels(*files: str) -> tuple[str, ...]:
     return tuple(f"tests/{file}" for file in files)
 
+
+_EXACT, _GOLDEN, _API = "engine_exact", "engine_golden", "engine_api"
+_LIMITS, _SAMPLING, _SESSIONS, _ABLATIONS = "engine_limits", "engine_sampling", "engine_sessions", "ablations"
 
 SUBJECTS = (
     Subject(
@@ -77,20 +84,17 @@ SUBJECTS = (
             "weights.py": ("tests/device/test_weights.py",),
             "_pack.pyx": ("tests/device/test_weights.py",),
             "hub.py": ("tests/checkpoint/test_hub.py",),
-            "resolve.py": ("tests/checkpoint/test_resolve.py", "tests/checkpoint/test_hub.py"),
-            "config.py": ("tests/checkpoint/test_config.py", "tests/checkpoint"),
-            "*": ("tests/checkpoint", "tests/device/test_weights.py"),
+            "resolve.py": ("tests/checkpoint/test_resolve.py tests/checkpoint/test_hub.py",),
+            "*": ("tests/checkpoint tests/device/test_weights.py",),
         },
     ),
     Subject(
         "plan", ("lily/plan/*.py", "lily/policy.py", "lily/run/budget.py", "lily/run/chunks.py"), 11,
         {
-            "budget.py": (f"{_CPU} tests/plan tests/engine/test_engine_limits.py",),
-            "memory.py": ("tests/plan", f"{_CPU} tests/engine/test_engine_limits.py", _GOLDEN),
-            "chunks.py": ("tests/run/test_chunks.py", _EXACT),
-            "ablations.py": ("tests/plan", f"{_CPU} tests/engine/test_ablations.py"),
-            "expanded.py": ("tests/plan", f"{_CPU} tests/engine/test_ablations.py"),
-            "*": ("tests/plan", "tests/run", _GOLDEN, _EXACT),
+            "budget.py": (_engine(_LIMITS, before="tests/plan"),),
+            "ablations.py": ("tests/plan", _engine(_ABLATIONS)),
+            "expanded.py": ("tests/plan", _engine(_ABLATIONS)),
+            "*": ("tests/plan tests/run", _engine(_LIMITS, _GOLDEN, _EXACT)),
         },
     ),
     Subject(
@@ -98,9 +102,9 @@ SUBJECTS = (
         ("lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/streaming.py", "lily/session.py"), 12,
         {
             "_routing.pyx": ("tests/run",),
-            "host_steps.py": ("tests/run", f"{_CPU} tests/engine/test_ablations.py"),
-            "session.py": (_SESSIONS, _ENGINE),
-            "*": ("tests/run", _ENGINE, _SAMPLING, _EXACT, _SESSIONS, _METAL_FAULTS),
+            "host_steps.py": (_engine(_ABLATIONS, before="tests/run"),),
+            "session.py": (_engine(_SESSIONS, _API),),
+            "*": (_engine(_API, _LIMITS, _SAMPLING, _EXACT, _SESSIONS, before="tests/run"), _METAL_FAULTS),
         },
         left_out=("lily/run/budget.py", "lily/run/chunks.py"),
     ),
@@ -111,25 +115,31 @@ SUBJECTS = (
             "shaders/select.h",
         ), 10,
         {
-            "sampling.py": (f"{_SAMPLING} tests/engine/test_engine_limits.py",),
+            "sampling.py": (_engine(_LIMITS, _SAMPLING, _API),),
             "shaders/*filter*": _kernels("shaders/test_shaders_sample_filter.py"),
             "shaders/select.h": _kernels("shaders/test_shaders_sample_filter.py", "shaders/test_shaders_sample.py"),
             "shaders/*": _kernels("shaders/test_shaders_sample.py"),
-            "*": ("tests/cpu/test_cpu_sample.py tests/cpu/test_cpu_sample_filter.py", _SAMPLING),
+            "*": (
+                "tests/cpu/test_cpu_sample.py tests/cpu/test_cpu_sample_filter.py -k 'not draws_follow'",
+                _engine(_SAMPLING),
+                "tests/cpu/test_cpu_sample.py -k draws_follow",
+            ),
         },
     ),
     Subject(
         "cpu", ("lily/cpu/**/*.h", "lily/cpu/**/*.c"), 18,
         {
-            "attention*": ("tests/cpu/test_cpu_attention.py", _EXACT),
-            "gdn*": ("tests/cpu/test_cpu_gdn.py", _EXACT),
-            "norm.h": ("tests/cpu/test_cpu_norm.py", _GOLDEN),
-            "moe.h": ("tests/cpu/test_cpu_moe.py", _EXACT),
-            "route.h": ("tests/cpu/test_cpu_route.py", _GOLDEN),
+            "attention*": ("tests/cpu/test_cpu_attention.py", _engine(_EXACT)),
+            "gdn*": ("tests/cpu/test_cpu_gdn.py", _engine(_EXACT)),
+            "norm.h": ("tests/cpu/test_cpu_norm.py", _engine(_GOLDEN)),
+            "moe.h": ("tests/cpu/test_cpu_moe.py", _engine(_EXACT)),
+            "route.h": ("tests/cpu/test_cpu_route.py", _engine(_GOLDEN)),
             "expanded.h": ("tests/cpu/test_cpu_moe.py tests/cpu/test_cpu_matmul.py",),
             "probe.h": ("tests/cpu/test_cpu_probe.py",),
-            "*.h": ("tests/cpu/test_cpu_matmul.py tests/cpu/test_cpu_norm.py", "tests/cpu/test_cpu_moe.py", _EXACT),
-            "*": ("tests/cpu/test_cpu_device.py", "tests/cpu/test_cpu_stress.py", _GOLDEN),
+            "*.h": (
+                "tests/cpu/test_cpu_matmul.py tests/cpu/test_cpu_norm.py tests/cpu/test_cpu_moe.py", _engine(_EXACT),
+            ),
+            "*": ("tests/cpu/test_cpu_device.py", _engine(_GOLDEN), "tests/cpu/test_cpu_stress.py"),
         },
         left_out=("sample*.h", "select*.h", "kernel_params.h", "kernel_list.h", "isa_*.c", "tile_amx.h"),
     ),
@@ -158,17 +168,20 @@ SUBJECTS = (
     Subject(
         "cli", ("lily/cli/*.py",), 8,
         {
-            "chat.py": (f"{_CPU} tests/cli/test_cli_chat.py",),
+            "chat.py": ("LILY_DEVICE=cpu tests/cli/test_cli_chat.py",),
             "plan.py": ("tests/plan/test_plan_command.py",),
-            "doctor.py": (f"{_CPU} tests/doctor/test_doctor.py",),
-            "tune.py": (f"{_CPU} tests/engine/test_tune.py",),
+            "doctor.py": ("LILY_DEVICE=cpu tests/doctor/test_doctor.py",),
+            "tune.py": ("LILY_DEVICE=cpu tests/engine/test_tune.py",),
             "pull.py": ("tests/checkpoint/test_hub.py",),
-            "*": (f"{_CPU} tests/cli",),
+            "*": ("LILY_DEVICE=cpu tests/cli",),
         },
     ),
     Subject(
         "checks", ("lily/checks/*.py", "lily/doctor/*.py"), 5,
-        {"tensor_check.py": ("tests/checks", f"{_CPU} tests/doctor"), "*": (f"{_CPU} tests/doctor", "tests/checks")},
+        {
+            "tensor_check.py": ("tests/checks", "LILY_DEVICE=cpu tests/doctor"),
+            "*": ("LILY_DEVICE=cpu tests/doctor", "tests/checks"),
+        },
     ),
 )  # fmt: skip
 
