@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tools.mutants.change import ROOT, Fault
-from tools.mutants.copies import FOLDER, Copy, Outcome
+from tools.mutants.copies import FOLDER, Copy
 from tools.mutants.faults import Stale, drawn_faults, equivalents, reason_of, written_faults
 from tools.mutants.subjects import SUBJECTS
 from tools.mutants.trial import CAUGHT, EQUIVALENT, INVALID, NOT_RUN, SURVIVED, Trials, Verdict
@@ -58,7 +58,7 @@ class Campaign:
         self.known = equivalents()
         self.verdicts: list[Verdict] = []
         self.problem = ""
-        self._usual: dict[str, Outcome] = {}
+        self._good: dict[str, bool] = {}
         self._lock = threading.Lock()
         self._mine: dict[int, Subjects] = {}
 
@@ -82,7 +82,7 @@ class Campaign:
         if problem:
             self.problem = self.problem or f"a copy of the checkout cannot be built:\n{problem}"
             return
-        trials = Trials(copy, self._usual)
+        trials = Trials(copy, self._good)
         while (fault := self._next(number)) is not None:
             reason = reason_of(fault, self.known)
             try:

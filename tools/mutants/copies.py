@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from tools.mutants.change import ROOT, Fault
 
+HERE = Path(__file__).resolve().parent
 FOLDER = ROOT / "build" / "mutants"
 # What a build makes, and a fault in a compiled source therefore changes.
 _BUILT = ("build/temp*/**/*", "build/lib*/**/*", "build/cython/**/*", "lily/**/*.so", "lily/**/kernel_params.h")
@@ -44,18 +46,28 @@ class Copy:
         self._good = FOLDER / f"built-{number}"
         self._running: subprocess.Popen[str] | None = None
         self._stopped = False
+        self._paths = ""  # instruction sets of the cpu device that faults are compiled for
 
     def prepare(self) -> str:
         """Brings it to the state of the checkout and builds it; returns "", or what went wrong."""
         self._take_over()
-        done = self.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], _BUILD_SECONDS)
-        if done.code:
-            return done.output
+        problem = self._build()
+        if problem:
+            return problem
         shutil.rmtree(self._good, ignore_errors=True)
         for file in self._built():
             _copy(file, self._good / file.relative_to(self.path))
-        where = self.run([sys.executable, "-c", "import lily; print(lily.__file__)"], 60).output.strip()
+        ask = "import lily; from lily.device.device import Device as D; print(lily.__file__, D('cpu').info['isa'])"
+        where, _, path = self.run([sys.executable, "-c", ask], 60).output.strip().rpartition(" ")
+        self._paths = f"portable,{path}"
         return "" if where.startswith(str(self.path)) else f"{where} is imported instead of {self.path}/lily"
+
+    def _build(self, paths: str = "") -> str:
+        """Builds it; returns "", or the compiler's words. ``paths``: instruction sets to compile for; "": all."""
+        compiler = shlex.join([sys.executable, str(HERE / "cc.py"), *shlex.split(os.environ.get("CC", "cc"))])
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        done = self.run(command, _BUILD_SECONDS, {"CC": compiler, "MUTANTS_PATHS": paths})
+        return done.output if done.code else ""
 
     def _take_over(self) -> None:
         """Copies what git knows or would take, where it differs, and removes what it does not know any more."""
@@ -92,8 +104,7 @@ class Copy:
             if fault.change.file.endswith(".py"):
                 problem = _syntax_error(file)
             elif compiled:
-                done = self.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], _BUILD_SECONDS)
-                problem = done.output if done.code else ""
+                problem = self._build(self._paths)
             yield problem
         finally:
             # Old times again, or the next build would compile everything; so what was built has to come back as well.

@@ -115,7 +115,7 @@ SUBJECTS = (
             "shaders/select.h",
         ), 10,
         {
-            "sampling.py": (_engine(_LIMITS, _SAMPLING, _API),),
+            "sampling.py": (_engine(_SAMPLING, _LIMITS, _API),),
             "shaders/*filter*": _kernels("shaders/test_shaders_sample_filter.py"),
             "shaders/select.h": _kernels("shaders/test_shaders_sample_filter.py", "shaders/test_shaders_sample.py"),
             "shaders/*": _kernels("shaders/test_shaders_sample.py"),
