@@ -7,18 +7,23 @@ Not handled: whether the tests notice them; that takes `make mutants` (tools/mut
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tools.mutants.__main__ import summary
 from tools.mutants.c_places import c_places
 from tools.mutants.change import Fault
+from tools.mutants.copies import Copy, Outcome
 from tools.mutants.faults import Stale, drawn_faults, equivalents, written_faults
 from tools.mutants.python_places import python_places
 from tools.mutants.subjects import SUBJECTS
-from tools.mutants.trial import CAUGHT, EQUIVALENT, NOT_RUN, SURVIVED, Verdict
+from tools.mutants.trial import CAUGHT, EQUIVALENT, INVALID, NOT_RUN, SURVIVED, Trials, Verdict
 
 LEAST = 120
 
@@ -148,6 +153,50 @@ def test_operators_of_c_plant_what_they_say() -> None:
         ("return y == 1;", "return y != 1;", "comparison"),
         ("p->n++;", ";", "statement"),
     }
+
+
+class MadeUp:
+    """A copy in which tests end as they are told, with a fault and without."""
+
+    def __init__(self, faulty: dict[str, tuple[int | None, str]], good: dict[str, int], problem: str = "") -> None:
+        self.ends: dict[bool, dict[str, tuple[int | None, str]]] = {True: faulty, False: {}}
+        self.ends[False] = {key: (code, "") for key, code in good.items()}
+        self.problem, self.faulty = problem, False
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[str]:
+        self.faulty = True
+        yield self.problem
+        self.faulty = False
+
+    def run(self, command: list[str], seconds: float, variables: dict[str, str]) -> Outcome:
+        assert variables == {"LILY_DEVICE": "cpu"}
+        return Outcome(*self.ends[self.faulty][command[-1]], 1.0)
+
+
+FAILED = (1, "FAILED tests/b.py::test_x[a b] - assert 1 == 2\n1 failed, 1 passed")
+PASSED = (0, "2 passed, 1 skipped in 3 s")
+TEST = "tests/b.py::test_x[a b]"
+JUDGED: dict[str, tuple[MadeUp, str, str]] = {
+    "second run fails": (MadeUp({"a": PASSED, "b": FAILED}, {TEST: 0}), CAUGHT, TEST),
+    "no run fails": (MadeUp({"a": PASSED, "b": PASSED}, {}), SURVIVED, ""),
+    "a test that fails anyway": (MadeUp({"a": FAILED, "b": PASSED}, {TEST: 1, "a": 1}), SURVIVED, ""),
+    "all fails anyway": (MadeUp({"a": FAILED, "b": FAILED}, {TEST: 1, "a": 1, "b": 1}), NOT_RUN, "fails"),
+    "order counts": (MadeUp({"a": FAILED, "b": PASSED}, {TEST: 1, "a": 0}), CAUGHT, TEST),
+    "all skipped": (MadeUp({"a": (0, "3 skipped"), "b": (0, "1 skipped")}, {}), NOT_RUN, "all its tests are skipped"),
+    "a crash": (MadeUp({"a": (-11, "Fatal Python error"), "b": PASSED}, {"a": 0}), CAUGHT, "Fatal"),
+    "no end": (MadeUp({"a": (None, "..."), "b": PASSED}, {"a": 0}), CAUGHT, "out of time: LILY_DEVICE=cpu a"),
+    "no build": (MadeUp({}, {}, "error: expected ;"), INVALID, "error: expected ;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_a_fault_is_judged_by_tests_that_pass_without_it(case: str) -> None:
+    copy, status, by = JUDGED[case]
+    fault = replace(written_faults()[0], tests=("LILY_DEVICE=cpu a", "LILY_DEVICE=cpu b"))
+    verdict = Trials(cast(Copy, copy), {}).judge(fault)
+    assert (verdict.status, verdict.by[: len(by)]) == (status, by)
+    assert not copy.faulty
 
 
 def test_the_closing_line_counts_what_matters() -> None:

@@ -80,6 +80,12 @@ def test_top_k_is_exact(run_call: RunCall, top_k: int) -> None:
     np.testing.assert_array_equal(sample_filter(run_call, y, top_k=top_k), kept_by(y, top_k=top_k)[0])
 
 
+def test_of_many_equal_values_the_lowest_ids_are_kept(run_call: RunCall) -> None:
+    y = np.zeros(3000, np.float32)
+    for top_k in (1, 31, 32, 33, 64, 65, 1000, 2049, 2999):
+        np.testing.assert_array_equal(np.flatnonzero(sample_filter(run_call, y, top_k=top_k)), np.arange(top_k))
+
+
 def test_top_k_far_below_the_maximum(run_call: RunCall) -> None:
     y = normal_logits(4000, 1)
     y[77] = 500
