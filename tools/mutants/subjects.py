@@ -155,7 +155,9 @@ SUBJECTS = (
             "moe_prefill*": _kernels("shaders/test_shaders_moe.py"),
             "route*": _kernels("shaders/test_shaders_route.py"),
             "probe*": _kernels("shaders/test_shaders_probe.py"),
-            "group.h": _kernels("shaders/test_shaders_route.py", "shaders/test_shaders_sample_filter.py"),
+            "group.h": _kernels(
+                *(f"shaders/test_shaders_{name}.py" for name in ("route", "sample", "sample_filter"))
+            ),
             "*": _kernels("shaders/test_shaders_decode.py", "shaders/test_shaders_route.py"),
         },
         ("comparison", "off-by-one", "statement", "barrier"),
