@@ -19,6 +19,7 @@ from paths import EMBEDDED
 
 import lily
 from lily.cli import run
+from lily.cli.chat import _interrupts
 
 
 def piped(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +148,12 @@ def test_lines_pasted_together_are_one_message(terminal: Callable[..., Terminal]
     assert "forget" not in t.until(lambda s: "(cut off" in s and s.endswith("> "))
     t.type("/help\n")
     assert "forget" in t.until(lambda s: s.endswith("> "))
+
+
+def test_a_second_interrupt_breaks_in() -> None:
+    cancelled: list[bool] = []
+    with pytest.raises(KeyboardInterrupt), _interrupts(lambda: cancelled.append(True)):
+        signal.raise_signal(signal.SIGINT)
+        assert cancelled == [True]
+        signal.raise_signal(signal.SIGINT)
+    assert cancelled == [True]
