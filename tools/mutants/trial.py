@@ -28,10 +28,10 @@ class Verdict:
 
 
 class Trials:
-    """Trials in one copy. A test that fails with a fault counts only if it passes without one."""
+    """Trials in one copy. A run of tests that fails with a fault counts only if it passes without one."""
 
     def __init__(self, copy: Copy, good: dict[str, bool]) -> None:
-        """``good``: which tests, and runs of tests, pass without a fault; all copies share it."""
+        """``good``: which runs of tests pass without a fault; all copies share it."""
         self.copy, self._good = copy, good
         self._seconds: dict[str, float] = {}  # longest time of a run of tests that passed here
 
@@ -56,7 +56,7 @@ class Trials:
             by = _failed_test(done.output)
             if done.code is not None and _is_shader(fault) and _DOES_NOT_COMPILE.search(done.output):
                 return Verdict(fault, INVALID, by, seconds)
-            if self._passes(run, by):
+            if self._passes(run):
                 by = f"out of time: {run}" if done.code is None else by or _last_line(done.output)
                 return Verdict(fault, CAUGHT, by, seconds)
             reasons.append(f"fails without it: {by or run}")
@@ -66,15 +66,13 @@ class Trials:
         """Seconds that a run may take with a fault."""
         return _PATIENCE * self._seconds[run] + _GRACE if run in self._seconds else _LONGEST
 
-    def _passes(self, run: str, test: str) -> bool:
-        """Whether the test that failed passes without the fault, alone or, if it is not known, with all of its run."""
-        variables, words = _split(run)
-        for key, command in (test, [*variables, test] if test else []), (run, [*variables, *words]):
-            if command and key not in self._good:
-                self._good[key] = self._tests(shlex.join(command), _LONGEST).code == 0
-            if self._good.get(key):
-                return True
-        return False
+    def _passes(self, run: str) -> bool:
+        """Whether a run of tests that failed passes without the fault."""
+        if run not in self._good:
+            done = self._tests(run, _LONGEST)
+            self._good[run] = done.code == 0
+            self._seconds[run] = done.seconds
+        return self._good[run]
 
     def _tests(self, run: str, seconds: float) -> Outcome:
         variables, words = _split(run)
