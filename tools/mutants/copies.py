@@ -152,9 +152,14 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _is_compiled(file: str) -> bool:
-    """Whether a change of ``file`` needs a build. Shaders and the shim are compiled by the tests that run them."""
-    if file.startswith(("shaders/", "objc_shim/", "lily/msl/")):
+    """Whether a change of ``file`` needs a build. Shaders and the shim are compiled by the tests that run them.
+
+    But for what the shim shares with the cpu device: its C files and their header.
+    """
+    if file.startswith(("shaders/", "lily/msl/")):
         return False
+    if file.startswith("objc_shim/"):
+        return file.endswith((".c", "/device_common.h"))
     return file.endswith((".c", ".h", ".pyx")) or file == "lily/kernels.py"
 
 

@@ -132,9 +132,9 @@ SUBJECTS = (
             "attention*": ("tests/cpu/test_cpu_attention.py", _engine(_EXACT)),
             "gdn*": ("tests/cpu/test_cpu_gdn.py", _engine(_EXACT)),
             "norm.h": ("tests/cpu/test_cpu_norm.py", _engine(_GOLDEN)),
-            "moe.h": ("tests/cpu/test_cpu_moe.py", _engine(_EXACT)),
-            "route.h": ("tests/cpu/test_cpu_route.py", _engine(_GOLDEN)),
-            "expanded.h": ("tests/cpu/test_cpu_moe.py tests/cpu/test_cpu_matmul.py",),
+                        "route.h": ("tests/cpu/test_cpu_route.py", _engine(_GOLDEN)),
+            "*expanded.h": ("tests/cpu/test_cpu_moe.py tests/cpu/test_cpu_matmul.py",),
+            "moe*": ("tests/cpu/test_cpu_moe.py", _engine(_EXACT)),
             "probe.h": ("tests/cpu/test_cpu_probe.py",),
             "*.h": (
                 "tests/cpu/test_cpu_matmul.py tests/cpu/test_cpu_norm.py tests/cpu/test_cpu_moe.py", _engine(_EXACT),
@@ -164,7 +164,12 @@ SUBJECTS = (
         left_out=("sample*", "select.h"),
     ),
     Subject(
-        "shim", ("objc_shim/**/*.m", "objc_shim/**/*.h"), 10, {"*": _SHIM},
+        "shim", ("objc_shim/**/*.m", "objc_shim/**/*.h", "objc_shim/**/*.c"), 10,
+        {
+            "*.c": ("tests/cpu/test_cpu_device.py", *_SHIM),  # what both devices share
+            "device_common.h": ("tests/cpu/test_cpu_device.py", *_SHIM),
+            "*": _SHIM,
+        },
         ("comparison", "off-by-one", "statement", "barrier"),
     ),
     Subject(
