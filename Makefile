@@ -19,12 +19,13 @@ C_FILES = $(shell find $(wildcard lily objc_shim shaders tests bench) \( -name '
 	! -path 'lily/data/*' ! -name kernel_params.h | LC_ALL=C sort)
 
 .NOTPARALLEL:
-.PHONY: help setup build compile run test test-full lint format bench sdist wheel wheel-macos metallib clean
+.PHONY: help setup build compile run test test-full mutants lint format bench sdist wheel wheel-macos metallib clean
 
 help:
 	@echo 'make run        build Lily and write a story with the embedded model'
 	@echo 'make test       run the tests'
 	@echo 'make test-full  run the tests, the slow and large ones included'
+	@echo 'make mutants    plant faults in a copy, one at a time: do the tests notice? (tools/mutants/README.md)'
 	@echo 'make lint       ruff, mypy, clang-format, layers of imports, docstrings'
 	@echo 'make format     let ruff and clang-format rewrite the sources'
 	@echo 'make bench      run the benchmarks (bench/README.md)'
@@ -66,6 +67,10 @@ test: $(DEV) build
 
 test-full: $(DEV) build
 	@$(PY) -m pytest --durations=15 -m '' $(SHUFFLED)
+
+# MUTANTS: its options, for instance make mutants MUTANTS='--only text --list'
+mutants: $(DEV) build
+	@$(PY) -m tools.mutants $(MUTANTS)
 
 # Every tool has its say, even after another has failed.
 lint: $(DEV)

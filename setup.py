@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds what pyproject.toml cannot say: device libraries, Cython modules, and the shaders inside the wheel.
 
-`python setup.py build_ext --inplace` (`make build`) recompiles only what is older than its sources.
+``python setup.py build_ext --inplace`` (``make build``) recompiles only what is older than its sources.
 Device libraries are plain C that ctypes loads, not Python extensions; nothing in them depends on the CPU that builds
 them: every file for one instruction set is compiled with that set's flags and chosen when the library runs.
 
@@ -57,7 +57,7 @@ METAL_LINK_FLAGS = (
 # What every device library is made of besides its own folder.
 DEVICE_COMMON = ROOT / "objc_shim" / "device_common.c"
 
-# Headers that the build writes itself; `make clean` removes them with everything else in build/.
+# Headers that the build writes itself; ``make clean`` removes them with everything else in build/.
 GENERATED = ROOT / "build" / "include"
 
 # The folder of the checkout that the package reads at run time, as lily/data/shaders.
@@ -69,12 +69,12 @@ LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def library_sources(folder: Path) -> list[Path]:
-    """C and Objective-C sources of the device library whose own files are under `folder`."""
+    """C and Objective-C sources of the device library whose own files are under ``folder``."""
     return sorted({*folder.rglob("*.[cm]"), DEVICE_COMMON})
 
 
 def machine_sources(folder: Path, machine: str) -> list[tuple[Path, list[str]]]:
-    """C and Objective-C sources under `folder` that belong into a library for `machine`, each with its own flags."""
+    """C and Objective-C sources under ``folder`` for a library on ``machine``, each with its own flags."""
     chosen = []
     for source in library_sources(folder):
         if not source.name.startswith("isa_"):
@@ -152,7 +152,7 @@ class Toolchain:
         return [f"-mmacosx-version-min={MACOS_FLOOR}"] if native else []
 
     def _run(self, command: list[str], target: Path, newest_input: float) -> None:
-        """Run unless `target` is newer than its inputs and came from the same command; replace it in one step."""
+        """Runs unless ``target`` is newer than its inputs and came from the same command; replace it in one step."""
         record = target.with_name(target.name + ".cmd")
         line = shlex.join(command)
         current = target.exists() and target.stat().st_mtime > newest_input
@@ -175,7 +175,7 @@ class DeviceLibrary(Extension):
         self.folder, self.flags, self.link_flags = ROOT / folder, flags, link_flags
 
     def build(self, toolchain: Toolchain, work: Path) -> Path:
-        """Compile and link in `work`, where a later build finds what is still current; returns the library."""
+        """Compiles and link in ``work``, where a later build finds what is still current; returns the library."""
         folders = (self.folder, ROOT / "objc_shim", generated_headers())
         headers = [path for folder in folders for path in folder.rglob("*.h")]
         newest_header = max(path.stat().st_mtime for path in headers)

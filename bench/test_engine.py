@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regression benchmarks of the engine on the embedded model (or on LILY_BENCH_MODEL): prompt, decode, load, sampling.
 
-Absolute times mean little on a noisy machine; compare runs of one machine with `pytest --benchmark-compare`.
+Absolute times mean little on a noisy machine; compare runs of one machine with ``pytest --benchmark-compare``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import numpy as np
 
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.resolve import resolve_model
-from lily.checkpoint.strict_json import show
 from lily.checks.tensor_check import open_checked
 from lily.device.description import described
 from lily.device.device import cpu_remedy
@@ -28,7 +27,7 @@ from lily.device.kinds import choose_device
 from lily.device.pipelines import compile_pipelines, pipelines
 from lily.device.tuned import opening_options
 from lily.device.weights import Weights
-from lily.errors import DeviceError, InvalidRequestError, LilyError
+from lily.errors import DeviceError, InvalidRequestError, LilyError, show
 from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for

@@ -36,3 +36,12 @@ class DeviceError(LilyError):
     def __init__(self, message: str, *, again: bool = False) -> None:
         super().__init__(message)
         self.again = again
+
+
+def show(value: object, limit: int = 80) -> str:
+    """A value from a file as printable text of bounded length, for use in messages."""
+    try:
+        text = ascii(value)
+    except ValueError:  # an int beyond sys.set_int_max_str_digits()
+        return "a number of thousands of digits"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -42,7 +42,7 @@ STATUS_OK, STATUS_STOP, STATUS_NONFINITE = 0, 1, 2
 
 # Structures in device memory; every field is 4 bytes wide.
 STRUCTS: dict[str, tuple[str, ...]] = {
-    # One per state slot.  Written by the host before a prompt chunk and by `advance` for the next step.
+    # One per state slot.  Written by the host before a prompt chunk and by ``advance`` for the next step.
     "Step": (
         "i32 position",  # tokens already in the caches = absolute position of row 0
         "i32 rows",  # rows of this step, 1 in decode
@@ -73,7 +73,7 @@ STRUCTS: dict[str, tuple[str, ...]] = {
         "i32 position",  # of the token itself
         "i32 status",  # STATUS_*
         "i32 count",  # written last: count of this token, from 1
-        "f32 logprob",  # log-softmax of the raw logits at `token`
+        "f32 logprob",  # log-softmax of the raw logits at ``token``
         "i32 top_count",
         f"i32 top_ids[{MAX_TOP_LOGPROBS}]",
         f"f32 top_logprobs[{MAX_TOP_LOGPROBS}]",

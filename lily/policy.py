@@ -72,7 +72,7 @@ class Policy:
     calibration_rows: int
     buckets: tuple[int, ...]  # rows a prefill list is recorded for, ascending
     kv_step: int  # the KV cache grows to multiples of this many tokens
-    score_rows: int  # rows of logits that `score` holds at once
+    score_rows: int  # rows of logits that ``score`` holds at once
     ablate: frozenset[str] = frozenset()
 
     def ablated(self, name: str) -> bool:

@@ -16,10 +16,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from lily.checkpoint.strict_json import show
-from lily.errors import InvalidRequestError
+from lily.errors import InvalidRequestError, show
 from lily.kernels import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
-from lily.text.stops import check_stops
 
 CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What a checkpoint's generation_config.json may set."""
@@ -52,6 +50,31 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     logprobs: int | None
+
+
+MAX_STOPS = 32
+MAX_STOP_CHARS = 1024
+
+
+def check_stops(stops: object) -> tuple[str, ...]:
+    """The stop strings of a request, without repetitions. Raises InvalidRequestError for what cannot be matched."""
+    if stops is None:
+        return ()
+    if isinstance(stops, str):
+        stops = (stops,)
+    if not isinstance(stops, (list, tuple)):
+        raise InvalidRequestError(f"stop must be a string or a list of strings, seen {type(stops).__name__}")
+    for index, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise InvalidRequestError(f"stop[{index}] must be a string, seen {type(stop).__name__}")
+        if not stop:
+            raise InvalidRequestError(f"stop[{index}] is empty; a stop string needs at least one character")
+        if len(stop) > MAX_STOP_CHARS:
+            raise InvalidRequestError(f"stop[{index}] has {len(stop):,} characters; at most {MAX_STOP_CHARS:,} allowed")
+    unique = tuple(dict.fromkeys(stops))
+    if len(unique) > MAX_STOPS:
+        raise InvalidRequestError(f"{len(unique)} stop strings given; at most {MAX_STOPS} are allowed")
+    return unique
 
 
 @dataclass(frozen=True)
@@ -200,7 +223,7 @@ def make_params(
 
 
 def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of a checkpoint's generation_config.json; greedy with `do_sample: false`, or without temperature."""
+    """Defaults of a checkpoint's generation_config.json; greedy with ``do_sample: false``, or without temperature."""
     found = {n: generation_config[n] for n in CHECKPOINT_DEFAULTS if generation_config.get(n) is not None}
     if generation_config.get("do_sample", "temperature" in found) is False:
         found["temperature"] = 0.0

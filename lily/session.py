@@ -13,8 +13,7 @@ from contextlib import closing
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Unpack
 
-from lily.checkpoint.strict_json import show
-from lily.errors import InvalidRequestError, LilyError
+from lily.errors import InvalidRequestError, LilyError, show
 from lily.sampling import Sampling, SamplingParams
 from lily.streaming import Completion, Control, Pieces, Stream, StreamChunk
 from lily.text.template import checked_options

@@ -89,7 +89,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the coverage of the shaders, every reason for which tests were skipped, and how many, none included."""
+    """Prints the coverage of the shaders, every reason for which tests were skipped, and how many, none included."""
     coverage = terminalreporter.config.stash.get(_COVERAGE, [])
     if coverage:
         terminalreporter.section("shaders")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the shaders ahead of time with Xcode's compiler: `make metallib`, into lily/metal/.
+"""Compiles the shaders ahead of time with Xcode's compiler: ``make metallib``, into lily/metal/.
 
 It spares the Metal device the compilation of its source when it opens; nothing else changes.  Not handled: Macs without
 Xcode, which do without; GPU code, which the device's cache of pipelines keeps.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the wheel for macOS on Apple silicon on any machine: `make wheel-macos`.
+"""Builds the wheel for macOS on Apple silicon on any machine: ``make wheel-macos``.
 
 Everything is as in setup.py, but the compiler is zig's clang, and what stands for Apple's SDK is made from metal-cpp
 and from the few symbols that the shim links (tests/metal/).  Python's headers are those of the running Python; the
-modules use its limited API.  Not handled: Macs themselves (`make wheel`), Intel, a precompiled metallib.
+modules use its limited API.  Not handled: Macs themselves (``make wheel``), Intel, a precompiled metallib.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """mlx-lm's side of the comparison, where mlx is installed.
 
-Usage: mlx_worker.py MODEL PROMPT STEPS.  On a CPU mlx-lm needs seconds for a token at these shapes, so it does not take turns: one run, one line.
+Usage: mlx_worker.py MODEL PROMPT STEPS.  On a CPU mlx-lm needs seconds for a token at these shapes, so it does not take
+turns: one run, one line.
 """
 
 from __future__ import annotations

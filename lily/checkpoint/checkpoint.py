@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An MLX affine checkpoint: opened and checked as a whole without reading tensor data, then read tensor by tensor.
 
-`Checkpoint.open` holds every text tensor against what the config implies, so that later reads cannot meet a missing,
+``Checkpoint.open`` holds every text tensor against what the config implies, so that later reads cannot meet a missing,
 misshapen or unexpected tensor. Data goes by preadv straight into the caller's buffer; no file is mapped or read whole.
 Not handled: unquantized linear modules, and vision and MTP tensors, which are skipped by name.
 """
@@ -21,7 +21,6 @@ from lily.bf16 import bf16_to_f32
 from lily.checkpoint.config import ModelConfig, QuantSpec, canonical_name, is_skipped
 from lily.checkpoint.generation_config import GENERATION_CONFIG_FILE, eos_token_ids, read_generation_config
 from lily.checkpoint.safetensors_file import Shards, TensorInfo, open_shards
-from lily.checkpoint.strict_json import show
 from lily.checkpoint.tensors import (
     FLOAT_DTYPES,
     ExpectedTensor,
@@ -29,7 +28,7 @@ from lily.checkpoint.tensors import (
     expected_tensors,
     quantized_modules,
 )
-from lily.errors import CheckpointError
+from lily.errors import CheckpointError, show
 
 __all__ = ["Checkpoint", "ExpectedTensor", "QuantizedInfo", "TensorInfo", "expected_tensors"]
 
@@ -53,12 +52,12 @@ class QuantizedInfo:
 
 
 class Checkpoint:
-    """An opened checkpoint. Names are canonical: `embed_tokens`, `norm`, `layers.3.self_attn.q_proj`.
+    """An opened checkpoint. Names are canonical: ``embed_tokens``, ``norm``, ``layers.3.self_attn.q_proj``.
 
-    `tensors` holds every text tensor by canonical name, `skipped` the names of the rest; `notes` says in words what
-    optional parts are absent, and what that means. `raw_norms` is True where
-    RMSNorm weights (layer, final, q and k norms; not linear_attn.norm) are stored as w of 1 + w, which the loader must
-    add. Reads are safe from several threads at once.
+    ``tensors`` holds every text tensor by canonical name, ``skipped`` the names of the rest; ``notes`` says in words
+    what optional parts are absent, and what that means. ``raw_norms`` is True where RMSNorm weights (layer, final, q
+    and k norms; not linear_attn.norm) are stored as w of 1 + w, which the loader must add. Reads are safe from several
+    threads at once.
     """
 
     _finalizer: weakref.finalize[[], Self]
@@ -78,7 +77,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Open a folder and check everything but the values of its tensors; raises CheckpointError."""
+        """Opens a folder and checks everything but the values of its tensors; raises CheckpointError."""
         path = Path(path)
         _require_folder(path)
         config = ModelConfig.from_file(path / "config.json")
@@ -89,7 +88,7 @@ class Checkpoint:
         return checkpoint
 
     def close(self) -> None:
-        """Close the files; repeated calls do nothing."""
+        """Closes the files; repeated calls do nothing."""
         self._finalizer()
 
     def __enter__(self) -> Checkpoint:
@@ -140,7 +139,7 @@ class Checkpoint:
         return stored.astype(np.float32, copy=False)
 
     def read_into(self, name: str, buffer: Any, rows: slice | None = None) -> None:
-        """Fill a writable, C-contiguous buffer with a tensor's bytes, or with `rows` of its first axis.
+        """Fills a writable, C-contiguous buffer with a tensor's bytes, or with ``rows`` of its first axis.
 
         The buffer must have exactly that many bytes (ValueError otherwise). Raises CheckpointError where the file
         has become shorter or cannot be read.
@@ -195,7 +194,7 @@ def _read_exactly(descriptor: int, view: memoryview, offset: int, tensor: Tensor
 
 
 def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Canonical name -> tensor. All names of a checkpoint have the prefix `language_model.`, or none has."""
+    """Canonical name -> tensor. All names of a checkpoint have the prefix ``language_model.``, or none has."""
     text = {name: tensor for name, tensor in tensors.items() if not is_skipped(name)}
     prefix = "language_model." if any(name.startswith("language_model.") for name in text) else ""
     result: dict[str, TensorInfo] = {}
@@ -209,7 +208,7 @@ def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _check_tensors(checkpoint: Checkpoint) -> bool:
-    """Hold all tensors against the config; returns whether norms are raw."""
+    """Holds all tensors against the config; returns whether norms are raw."""
     check_overrides(checkpoint.config)
     tensors, expected = checkpoint.tensors, expected_tensors(checkpoint.config)
     for module, shape in quantized_modules(checkpoint.config).items():

@@ -2,7 +2,7 @@
 """What a checkpoint's config.json says about the model: sizes, layer kinds, RoPE, quantization.
 
 Reads the qwen3_5_moe family (Qwen3.5 / Qwen3.6 mixture of experts) with MLX affine quantization, as a multimodal
-config (`text_config`) or a flat text-only one. Not handled: vision and MTP settings, which are ignored; dense models,
+config (``text_config``) or a flat text-only one. Not handled: vision and MTP settings, which are ignored; dense models,
 RoPE scaling (YaRN), other quantization modes, which are refused.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lily.checkpoint.strict_json import read_object, show
-from lily.errors import CheckpointError
+from lily.checkpoint.strict_json import read_object
+from lily.errors import CheckpointError, show
 
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 FULL_ATTENTION = "full_attention"
@@ -62,22 +62,22 @@ _SKIPPED = re.compile(_PREFIX.pattern + r"(vision_tower|visual|mtp)(\.|$)")
 
 
 def is_skipped(name: str) -> bool:
-    """True for tensors and modules that text generation does not use: `vision_tower.*` and `mtp.*`."""
+    """True for tensors and modules that text generation does not use: ``vision_tower.*`` and ``mtp.*``."""
     return _SKIPPED.match(name) is not None
 
 
 def canonical_name(name: str) -> str:
     """A module's or tensor's name without its prefix; idempotent.
 
-    `language_model.model.layers.0.mlp.gate`, `model.language_model.layers.0.mlp.gate` and `model.layers.0.mlp.gate`
-    are all `layers.0.mlp.gate`.
+    ``language_model.model.layers.0.mlp.gate``, ``model.language_model.layers.0.mlp.gate`` and
+    ``model.layers.0.mlp.gate`` are all ``layers.0.mlp.gate``.
     """
     return _PREFIX.sub("", name, count=1)
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """Affine quantization of one module: w = scale * q + bias per group of `group_size` inputs."""
+    """Affine quantization of one module: w = scale * q + bias per group of ``group_size`` inputs."""
 
     bits: int
     group_size: int
@@ -85,7 +85,7 @@ class QuantSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of one model of the family. Constructing it checks every value; errors begin with `source`."""
+    """Sizes of one model of the family. Constructing it checks every value; errors begin with ``source``."""
 
     hidden_size: int
     num_layers: int
@@ -151,12 +151,12 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
-        """Read a config.json."""
+        """Reads a config.json."""
         return cls.from_dict(read_object(Path(path)), str(path))
 
     @classmethod
     def from_dict(cls, config_json: dict[str, Any], source: str) -> ModelConfig:
-        """Check and convert a parsed config.json; `source` (its path) begins every message."""
+        """Checks and converts a parsed config.json; ``source`` (its path) begins every message."""
         return _Reader(config_json, source).model_config()
 
     def _fail(self, key: str, seen: object, allowed: str) -> CheckpointError:
@@ -260,7 +260,7 @@ class _Reader:
             raise self.fail("model_type", seen, "'qwen3_5_moe': Lily runs Qwen3.5 / Qwen3.6 mixture-of-experts models")
 
     def _check_fixed_features(self) -> None:
-        """Refuse what the forward pass does not compute; an absent key has the family's value."""
+        """Refuses what the forward pass does not compute; an absent key has the family's value."""
         for key, only in {
             "hidden_act": "silu",
             "attention_bias": False,
@@ -274,7 +274,7 @@ class _Reader:
                 raise self.fail(key, seen, f"{show(only)}: Lily does not implement another")
 
     def rope(self) -> tuple[float, float]:
-        """theta and the rotated share of a head; from `rope_parameters`, or older keys beside it."""
+        """theta and the rotated share of a head; from ``rope_parameters``, or older keys beside it."""
         parameters: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
             section = self.text.get(key)
@@ -309,7 +309,7 @@ class _Reader:
         return round(exact)
 
     def layer_types(self, num_layers: object) -> tuple[str, ...]:
-        """From `layer_types` or `full_attention_interval`; both must agree."""
+        """From ``layer_types`` or ``full_attention_interval``; both must agree."""
         listed = self.text.get("layer_types")
         interval = self.text.get("full_attention_interval")
         if type(num_layers) is not int or not 0 < num_layers <= _LIMITS["num_layers"]:
@@ -340,7 +340,7 @@ class _Reader:
         return tuple(dict.fromkeys(ids))
 
     def quantization(self) -> tuple[QuantSpec, dict[str, QuantSpec]]:
-        """Default and overrides; `quantization` is MLX's own key, `quantization_config` its copy."""
+        """Default and overrides; ``quantization`` is MLX's own key, ``quantization_config`` its copy."""
         section = self._quantization_section()
         self._check_mode(section, "quantization")
         spec = self._quant_spec(section, "quantization")

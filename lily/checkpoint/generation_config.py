@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lily.checkpoint.strict_json import read_object, show
-from lily.errors import CheckpointError, InvalidRequestError
+from lily.checkpoint.strict_json import read_object
+from lily.errors import CheckpointError, InvalidRequestError, show
 from lily.sampling import CHECKPOINT_DEFAULTS, SamplingParams
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -41,7 +41,7 @@ def read_generation_config(path: Path, vocab_size: int) -> dict[str, Any] | None
 
 
 def eos_token_ids(generation_config: dict[str, Any]) -> tuple[Any, ...]:
-    """The value of `eos_token_id` as a tuple, whether it is one id, a list or absent."""
+    """The value of ``eos_token_id`` as a tuple, whether it is one id, a list or absent."""
     value = generation_config.get("eos_token_id", [])
     return tuple(value) if isinstance(value, list) else (value,)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily pull`: download the files of a checkpoint that Lily reads into the Hugging Face cache.
+"""``lily pull``: download the files of a checkpoint that Lily reads into the Hugging Face cache.
 
 The only module that touches the network, through the optional package huggingface_hub. Files that are complete in the
 cache are not downloaded again. Not handled: logging in; huggingface_hub reads HF_TOKEN or its own stored token.
@@ -27,7 +27,7 @@ _SPARE_BYTES = 64 << 20  # for small files, locks and file system overhead
 
 
 def pull(spec: str, *, progress: bool = True) -> Path:
-    """Download ORG/NAME[@REVISION] unless it is there already; returns the snapshot's folder.
+    """Downloads ORG/NAME[@REVISION] unless it is there already; returns the snapshot's folder.
 
     Raises LilyError: huggingface_hub absent, no connection, unknown or gated model, disk too small, files missing.
     """
@@ -74,7 +74,7 @@ def _is_cached(model: HubModel, commit: str, name: str) -> bool:
 
 
 def _require_disk(model: HubModel, needed: int) -> None:
-    """Refuse before the first byte what would fill the disk after an hour."""
+    """Refuses before the first byte what would fill the disk after an hour."""
     if not needed:
         return
     cache = hub_cache()
@@ -112,7 +112,7 @@ def _progress_bars(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _plain_errors(model: HubModel) -> Iterator[None]:
-    """Turn what huggingface_hub and its HTTP client raise into one line each; they differ from version to version."""
+    """Turns what huggingface_hub and its HTTP client raise into one line each; they differ from version to version."""
     from huggingface_hub import errors
 
     try:

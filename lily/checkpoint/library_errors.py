@@ -10,6 +10,6 @@ def is_panic(error: BaseException) -> bool:
 
 
 def pass_on_unless_of_library(error: BaseException) -> None:
-    """Raise ``error`` again unless a library is to blame: Ctrl-C and the like are nobody's fault."""
+    """Raises ``error`` again unless a library is to blame: Ctrl-C and the like are nobody's fault."""
     if not isinstance(error, Exception) and not is_panic(error):
         raise error

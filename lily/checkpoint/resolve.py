@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lily.checkpoint.safetensors_file import INDEX_NAME, SINGLE_NAME, read_weight_map
-from lily.checkpoint.strict_json import show
-from lily.errors import CheckpointError
+from lily.errors import CheckpointError, show
 
 EMBEDDED_MODEL = "lily-tiny"
 REQUIRED_FILES = ("config.json", "tokenizer.json")
@@ -30,7 +29,7 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Where a model lies. `revision` is the commit of a snapshot from the Hugging Face cache."""
+    """Where a model lies. ``revision`` is the commit of a snapshot from the Hugging Face cache."""
 
     path: Path
     name: str
@@ -59,7 +58,7 @@ class HubModel:
 def resolve_model(spec: str | None) -> ResolvedModel:
     """Finds a model: None is the embedded one, an existing folder itself, ORG/NAME[@REVISION] lies in the cache.
 
-    Raises CheckpointError: for a model that is not (completely) there its last line is `lily pull ORG/NAME[@REV]`.
+    Raises CheckpointError: for a model that is not (completely) there its last line is ``lily pull ORG/NAME[@REV]``.
     """
     if spec is None:
         return _embedded()
@@ -72,7 +71,7 @@ def resolve_model(spec: str | None) -> ResolvedModel:
 
 
 def parse_hub_model(spec: str) -> HubModel:
-    """Parse ORG/NAME[@REVISION]; raises CheckpointError for any other form."""
+    """Parses ORG/NAME[@REVISION]; raises CheckpointError for any other form."""
     repo, at, revision = spec.partition("@")
     if spec.startswith(("/", "./", "../", "~")) or spec in (".", ".."):
         raise CheckpointError(f"{show(spec, 200)}: no such folder")

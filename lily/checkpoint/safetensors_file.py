@@ -23,8 +23,8 @@ from typing import Any
 from safetensors import safe_open
 
 from lily.checkpoint.library_errors import pass_on_unless_of_library
-from lily.checkpoint.strict_json import MAX_JSON_BYTES, open_regular, parse_object, read_object, show
-from lily.errors import CheckpointError
+from lily.checkpoint.strict_json import MAX_JSON_BYTES, open_regular, parse_object, read_object
+from lily.errors import CheckpointError, show
 
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -54,7 +54,7 @@ _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. `name` is the one in the file; `offset` counts from the start of the file."""
+    """Where one tensor lies. ``name`` is the one in the file; ``offset`` counts from the start of the file."""
 
     name: str
     dtype: str
@@ -76,7 +76,7 @@ class Shards:
 
 
 def open_shards(folder: Path, stack: ExitStack) -> Shards:
-    """Open the checkpoint's files and check every header and the index; descriptors are closed by `stack`."""
+    """Opens the checkpoint's files and checks every header and the index; descriptors are closed by ``stack``."""
     weight_map = read_weight_map(folder)
     names = sorted(set(weight_map.values())) if weight_map is not None else [_single_file(folder)]
     _refuse_strays(folder, names)
@@ -112,7 +112,7 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def read_header(descriptor: int, size: int, path: Path) -> list[TensorInfo]:
-    """Check one file's header and read it; returns its tensors in order of their data."""
+    """Checks one file's header and reads it; returns its tensors in order of their data."""
     begin, declared = _declared(descriptor, size, path)
     tensors = _read_by_library(path, begin)
     if tensors != declared:

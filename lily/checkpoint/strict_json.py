@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lily.errors import CheckpointError
+from lily.errors import CheckpointError, show
 
 MAX_JSON_BYTES = 16 << 20
 """Bound for config, index and shard headers; the 35B model's largest is 216 KB."""
@@ -22,17 +22,8 @@ MAX_JSON_BYTES = 16 << 20
 _MAX_DEPTH = 32
 
 
-def show(value: object, limit: int = 80) -> str:
-    """A value from a file as printable text of bounded length, for use in messages."""
-    try:
-        text = ascii(value)
-    except ValueError:  # an int beyond sys.set_int_max_str_digits()
-        return "a number of thousands of digits"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
 def parse_object(data: bytes, source: str) -> dict[str, Any]:
-    """Parse one JSON object; raises CheckpointError that begins with source."""
+    """Parses one JSON object; raises CheckpointError that begins with source."""
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
         if _depth_exceeds(value, _MAX_DEPTH):
@@ -47,7 +38,7 @@ def parse_object(data: bytes, source: str) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read and parse a file that holds one JSON object of at most MAX_JSON_BYTES."""
+    """Reads and parses a file that holds one JSON object of at most MAX_JSON_BYTES."""
     data = read_bytes(path, MAX_JSON_BYTES)
     if not data:
         raise CheckpointError(f"{path}: is empty; download it again")
@@ -67,7 +58,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """Open a regular file for reading; returns descriptor and size. A FIFO is refused rather than waited for."""
+    """Opens a regular file for reading; returns descriptor and size. A FIFO is refused rather than waited for."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which text tensors a checkpoint must hold, with their shapes, derived from its config alone.
 
-Names are canonical: without `language_model.` and `model.`. Vision and MTP tensors are not listed.
+Names are canonical: without ``language_model.`` and ``model.``. Vision and MTP tensors are not listed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from lily.checkpoint.config import FULL_ATTENTION, ModelConfig
-from lily.checkpoint.strict_json import show
-from lily.errors import CheckpointError
+from lily.errors import CheckpointError, show
 
 FLOAT_DTYPES = ("BF16", "F32", "F16")
 
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """Legal form of one tensor; `raw_shape` is the unconverted Hugging Face layout where that differs."""
+    """Legal form of one tensor; ``raw_shape`` is the unconverted Hugging Face layout where that differs."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOAT_DTYPES
@@ -63,8 +62,9 @@ def quantized_modules(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_overrides(config: ModelConfig) -> None:
-    """Raises CheckpointError where config.json quantizes a module that the model does not have: a wrong name would
-    otherwise leave the right module at the default, and be seen in its tensors only.
+    """Raises CheckpointError where config.json quantizes a module that the model does not have.
+
+    A wrong name would otherwise leave the right module at the default, and be seen in its tensors only.
     """
     modules = quantized_modules(config)
     unknown = [name for name in config.quantization_overrides if name not in modules]

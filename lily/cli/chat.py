@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily chat`: a conversation in the terminal, or line by line from a pipe.
+"""``lily chat``: a conversation in the terminal, or line by line from a pipe.
 
 Not handled: editing of earlier turns, and folding away of reasoning; the reply is shown as the model writes it.
 """

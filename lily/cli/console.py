@@ -221,7 +221,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _make_writable() -> None:
-    """A character that the terminal's encoding lacks becomes `?` instead of an error."""
+    """A character that the terminal's encoding lacks becomes ``?`` instead of an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")

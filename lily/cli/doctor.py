@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily doctor`: checks and measures every kernel on this machine, for people and for bug reports."""
+"""``lily doctor``: checks and measures every kernel on this machine, for people and for bug reports."""
 
 from __future__ import annotations
 

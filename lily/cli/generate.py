@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily generate`: one reply, on standard output as it is written."""
+"""``lily generate``: one reply, on standard output as it is written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily info`: versions, the model, the memory it needs and the device, without reading a weight."""
+"""``lily info``: versions, the model, the memory it needs and the device, without reading a weight."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _device(flags: EngineFlags) -> tuple[dict[str, Any], Budget]:
 
 
 def _options(flags: EngineFlags, device: str) -> dict[str, object]:
-    """What an engine would open the device with; without what `lily tune` chose if the model is not here."""
+    """What an engine would open the device with; without what ``lily tune`` chose if the model is not here."""
     from lily.checkpoint.resolve import resolve_model
     from lily.device.kinds import kind_of
     from lily.device.tuned import opening_options

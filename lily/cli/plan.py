@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily plan`: what is computed for one step, without weights and without a device."""
+"""``lily plan``: what is computed for one step, without weights and without a device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily pull`: download a model. The only command that uses the network."""
+"""``lily pull``: download a model. The only command that uses the network."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily tune`: measure options of the GPU on this machine and keep what is faster."""
+"""``lily tune``: measure options of the GPU on this machine and keep what is faster."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Kind:
     gpu: bool  # obeys the GPU's legal shapes, and the cpu device can check its results and do its work
     systems: tuple[str, ...] = ()  # sys.platform of the systems that can have it; none named: all
     needs: str = ""  # what to say on any other system
-    threads: bool = False  # takes the option `threads`
+    threads: bool = False  # takes the option ``threads``
     shaders: bool = False  # is handed the shaders as one source when it opens
     own_memory: bool = False  # says itself how much memory there is; otherwise it has what the machine has left
     more_memory: str = "close other programs or use a smaller model"  # what a user can do when it is too little

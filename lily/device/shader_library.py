@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shader libraries that `make metallib` compiled ahead of time: which there are, how, and whether they are current.
+"""Shader libraries that ``make metallib`` compiled ahead of time: which there are, how, and whether they are current.
 
 The Metal device needs none of them: without, it compiles the same source when it opens.  One source makes several
 libraries, as GPUs differ in language and in the operands of their matrix units; objc_shim/metal_library.m takes the
@@ -32,7 +32,7 @@ class Variant:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of Apple's `metal` compiler."""
+        """Of Apple's ``metal`` compiler."""
         macros = tuple(f"-D{macro}" for macro in self.macros)
         return (f"-std=metal{self.language}", f"-mmacosx-version-min={self.macos}", *MATH, *macros)
 

@@ -2,7 +2,7 @@
 """The embedded model from end to end: tokens a second, and the first token after a rest.
 
 Prompts begin with different random tokens, so that nothing is taken over from the request before.
-Not handled: the real model, whose checkpoint may not be here (`lily generate -m ... --verbose` measures it).
+Not handled: the real model, whose checkpoint may not be here (``lily generate -m ... --verbose`` measures it).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The document of `examine` as text for people: tables, what failed and what to do, and what each figure means."""
+"""The document of ``examine`` as text for people: tables, what failed and what to do, and what each figure means."""
 
 from __future__ import annotations
 

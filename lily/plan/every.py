@@ -19,7 +19,7 @@ def every_plan(
     config: ModelConfig, policy: Policy, *, kv_tokens: Sequence[int], rows: Iterable[int] | None = None,
     context: int | None = None, score_top: int = 1, weights: WeightsMap | None = None,
 ) -> Iterator[Plan]:  # fmt: skip
-    """Decode at each of ``kv_tokens``; at the last of them prefill and score for each of ``rows``, then sampling.
+    """Decodes at each of ``kv_tokens``; at the last of them prefill and score for each of ``rows``, then sampling.
 
     ``rows``: by default the policy's buckets.  ``context``, ``score_top``: as Builder and prefill_plan have them.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan does and how near it is to the least possible traffic, as plain data for `lily plan`."""
+"""What a plan does and how near it is to the least possible traffic, as plain data for ``lily plan``."""
 
 from __future__ import annotations
 

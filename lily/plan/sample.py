@@ -37,7 +37,7 @@ def sample_plan(b: Builder, *, greedy: bool, logprobs: bool) -> Plan:
             b.dispatch("top_logprobs", (1,), logits=logits, top_ids=m.top_ids, top_values=m.top_values, count=v)
         b.dispatch("sample_filter", (1,), y=m.y, stats=m.stats, cut=m.cut, count=v, groups=slices)
         b.dispatch("sample_draw", (slices,), y=m.y, cut=m.cut, best=m.best, slice=p.sample_slice)
-    # Of `outputs` one entry is written; of `counts` and `logits` one element is used.
+    # Of ``outputs`` one entry is written; of ``counts`` and ``logits`` one element is used.
     b.dispatch(
         "advance", (1,), next_step=b.fixed("step.out"), best=m.best, flags=m.flags, logits=logits.using(4),
         stats=m.stats, top_ids=m.top_ids, top_values=m.top_values, next_ids=b.fixed("ids.out").using(4),

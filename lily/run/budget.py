@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lily.checkpoint.config import ModelConfig
-from lily.checkpoint.strict_json import show
 from lily.device.device import Device
 from lily.device.host_memory import available_bytes
 from lily.device.kinds import kind_of
-from lily.errors import DeviceError, InvalidRequestError
+from lily.errors import DeviceError, InvalidRequestError, show
 from lily.plan import every_plan
 from lily.plan.memory import MemorySum, memory_sum
 from lily.plan.weights_map import WeightsMap

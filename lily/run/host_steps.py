@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans that stop for the host (``Dispatch.host``): segments for the device, and what the host does between them.
 
-Only the ablation `resident-routing` has such plans.  The host's kernels have the rows, the arguments and the bits
+Only the ablation ``resident-routing`` has such plans.  The host's kernels have the rows, the arguments and the bits
 of the device's kernels of the same name.  Not handled: host steps in decode lists, of which two are in flight.
 """
 

@@ -19,7 +19,7 @@ from lily.run.host_steps import record
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams
 
-MAX_RECORDED = 64  # lists kept; `score` with ever new numbers of top ids, or replies of many lengths, make so many
+MAX_RECORDED = 64  # lists kept; ``score`` with ever new numbers of top ids, or replies of many lengths, make so many
 
 SAMPLED, GREEDY, LOGPROBS = range(3)  # options of a plan that samples
 
@@ -63,7 +63,7 @@ class Recorder:
         return Key("score", self.policy.bucket(rows), top, sequence.kv_tokens)
 
     def decode_key(self, sequence: Sequence) -> Key:
-        """Decode from here on. How attention is split among groups, and so its bits, follows from what a plan covers.
+        """Decodes from here on. How attention is split among groups, and so its bits, follows from what a plan covers.
 
         Hence that follows from the position and not from the cache, which is as large as an earlier request needed
         (architecture.md, Reuse).

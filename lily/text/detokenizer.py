@@ -15,18 +15,18 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Turns one sequence of token ids into text, piece by piece.
 
-    All pieces of `push` and the final `flush` together equal the bytes of all tokens, decoded at once with invalid
+    All pieces of ``push`` and the final ``flush`` together equal the bytes of all tokens, decoded at once with invalid
     bytes replaced by U+FFFD. A push takes constant time; at most the 3 bytes of an unfinished character wait.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], skip_ids: Set[int] = frozenset()) -> None:
-        """token_bytes: bytes of every id (`Tokenizer.token_bytes`, shared). skip_ids: ids without visible text."""
+        """token_bytes: bytes of every id (``Tokenizer.token_bytes``, shared). skip_ids: ids without visible text."""
         self._token_bytes = token_bytes
         self._skip_ids = skip_ids
         self._decoder = _new_decoder("replace")
 
     def push(self, id: int) -> str:
-        """The text that is complete now that token `id` has arrived: often "", when a character is not finished."""
+        """The text that is complete now that token ``id`` has arrived: often "", when a character is not finished."""
         if id in self._skip_ids:
             return ""
         return self._decoder.decode(self._token_bytes[id])

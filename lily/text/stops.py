@@ -11,31 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 
-from lily.errors import InvalidRequestError
-
-MAX_STOPS = 32
-MAX_STOP_CHARS = 1024
-
-
-def check_stops(stops: object) -> tuple[str, ...]:
-    """The stop strings of a request, without repetitions. Raises InvalidRequestError for what cannot be matched."""
-    if stops is None:
-        return ()
-    if isinstance(stops, str):
-        stops = (stops,)
-    if not isinstance(stops, (list, tuple)):
-        raise InvalidRequestError(f"stop must be a string or a list of strings, seen {type(stops).__name__}")
-    for index, stop in enumerate(stops):
-        if not isinstance(stop, str):
-            raise InvalidRequestError(f"stop[{index}] must be a string, seen {type(stop).__name__}")
-        if not stop:
-            raise InvalidRequestError(f"stop[{index}] is empty; a stop string needs at least one character")
-        if len(stop) > MAX_STOP_CHARS:
-            raise InvalidRequestError(f"stop[{index}] has {len(stop):,} characters; at most {MAX_STOP_CHARS:,} allowed")
-    unique = tuple(dict.fromkeys(stops))
-    if len(unique) > MAX_STOPS:
-        raise InvalidRequestError(f"{len(unique)} stop strings given; at most {MAX_STOPS} are allowed")
-    return unique
+from lily.sampling import check_stops
 
 
 def stop_ids(stops: object, id_of: Callable[[str], int | None], hidden: Set[int]) -> tuple[int, ...]:
@@ -84,7 +60,7 @@ class StopMatcher:
     def flush(self) -> str:
         """The text still held back, at the end of the reply.
 
-        A complete match may be in it, that waited for one starting earlier: then `stopped` is true from now on.
+        A complete match may be in it, that waited for one starting earlier: then ``stopped`` is true from now on.
         """
         held, self._held = self._held, ""
         match_start, match = self._first_match(held)
@@ -102,7 +78,7 @@ class StopMatcher:
 
 
 def _unfinished_start(text: str, stop: str) -> int:
-    """Where the longest end of `text` begins that is a beginning of `stop`, not all of it; else len(text)."""
+    """Where the longest end of ``text`` begins that is a beginning of ``stop``, not all of it; else len(text)."""
     for start in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[start:]):
             return start

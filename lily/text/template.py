@@ -5,11 +5,11 @@ What callers may rely on, beyond the OpenAI format:
 * Leading system and developer messages become one system message, joined by blank lines.
 * A later system or developer message stays at its place as a user message. Templates of this family refuse it there;
   moving it to the front would change the start of the prompt and so void every cached prefix of the chat.
-* `reasoning` of an assistant message is accepted as another name of `reasoning_content`.
+* ``reasoning`` of an assistant message is accepted as another name of ``reasoning_content``.
 * Objects of the caller are never changed.
 
 Not handled: images, audio, video and files (an error names the message); separate templates for tool use
-(`default` is taken where a checkpoint has several); control tokens spelled in the content of a message, which the
+(``default`` is taken where a checkpoint has several); control tokens spelled in the content of a message, which the
 tokenizer will recognise as mlx-lm and transformers do; parsing of replies.
 """
 
@@ -29,8 +29,8 @@ import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from lily.checkpoint.strict_json import read_bytes, show
-from lily.errors import CheckpointError, InvalidRequestError, LilyWarning
+from lily.checkpoint.strict_json import read_bytes
+from lily.errors import CheckpointError, InvalidRequestError, LilyWarning, show
 from lily.text.sandbox import CountingEnvironment, TemplateLimitError, compile_template, render
 from lily.text.template_options import options_of
 from lily.text.tokenizer import TOKENIZER_CONFIG_FILE, load_tokenizer_config, token_text
@@ -53,13 +53,13 @@ TURN_MARKERS = ("<|im_start|>", "<|im_end|>")
 class ChatTemplate:
     """The chat template of one checkpoint, compiled once. Any number of threads may render at the same time.
 
-    available: the checkpoint has a template. Without one, `render` raises InvalidRequestError.
+    available: the checkpoint has a template. Without one, ``render`` raises InvalidRequestError.
     """
 
     def __init__(
         self, source: str | None, *, origin: str = "chat template", special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        """source: Jinja text. origin: where it is from, for messages. special_tokens: `eos_token` etc. for templates.
+        """source: Jinja text. origin: where it is from, for messages. special_tokens: ``eos_token`` etc. for templates.
 
         Raises CheckpointError if the template is not valid Jinja.
         """
@@ -81,7 +81,7 @@ class ChatTemplate:
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> ChatTemplate:
-        """Reads `chat_template.jinja` of the folder, else `chat_template` of its `tokenizer_config.json`."""
+        """Reads ``chat_template.jinja`` of the folder, else ``chat_template`` of its ``tokenizer_config.json``."""
         config = load_tokenizer_config(path)
         special_tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name))) is not None}
         file = Path(path) / TEMPLATE_FILE
@@ -113,13 +113,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt for `messages`, which `normalise_messages` makes regular first.
+        """The prompt for ``messages``, which ``normalise_messages`` makes regular first.
 
-        tools: OpenAI-style tool descriptions, handed over as they are.
-        template_kwargs: further variables of the template, such as `enable_thinking` and `preserve_thinking`. A name
-        that the template does not mention gives a LilyWarning.
-        Raises InvalidRequestError for messages that cannot be rendered; it holds the template's own words if it has
-        refused them. What a template may do is bounded (``lily.text.sandbox``).
+        tools: OpenAI-style tool descriptions, handed over as they are. template_kwargs: further variables of the
+        template, such as ``enable_thinking`` and ``preserve_thinking``. A name that the template does not mention gives
+        a LilyWarning. Raises InvalidRequestError for messages that cannot be rendered; it holds the template's own
+        words if it has refused them. What a template may do is bounded (``lily.text.sandbox``).
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -185,7 +184,7 @@ def checked_options(given: object) -> dict[str, Any]:
 
 
 def starts_in_reasoning(prompt: str) -> bool:
-    """Whether a reply to the rendered `prompt` begins inside of `<think>`: only `</think>` shows its end.
+    """Whether a reply to the rendered ``prompt`` begins inside of ``<think>``: only ``</think>`` shows its end.
 
     Only the unfinished last turn counts, so tags quoted in earlier messages do not matter.
     """
@@ -196,7 +195,7 @@ def starts_in_reasoning(prompt: str) -> bool:
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """OpenAI-style messages in the form that chat templates expect; see the top of this file for what is merged.
 
-    `content` becomes a string and the `arguments` of tool calls become mappings. Other keys are kept. The result of
+    ``content`` becomes a string and the ``arguments`` of tool calls become mappings. Other keys are kept. The result of
     normalising twice is that of normalising once. Raises InvalidRequestError, naming the message by its index.
     """
     given = _checked_list(messages, "messages")
@@ -333,7 +332,7 @@ def _read_template(file: Path) -> str:
 
 
 def _template_of_config(entry: object, origin: str) -> str | None:
-    """`chat_template` of a tokenizer_config: text, or a list of named templates."""
+    """``chat_template`` of a tokenizer_config: text, or a list of named templates."""
     if entry is None or isinstance(entry, str):
         return entry
     named = {t.get("name"): t.get("template") for t in entry if isinstance(t, dict)} if isinstance(entry, list) else {}
@@ -344,7 +343,7 @@ def _template_of_config(entry: object, origin: str) -> str | None:
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
-    """The template called `raise_exception`."""
+    """The template called ``raise_exception``."""
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -367,7 +366,7 @@ def _tojson(
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} … {% endgeneration %}`, which marks replies for training: here, just its content."""
+    """``{% generation %} … {% endgeneration %}``, which marks replies for training: here, just its content."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 

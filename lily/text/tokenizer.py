@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back, for checkpoints with a byte-level BPE `tokenizer.json`.
+"""Text to token ids and back, for checkpoints with a byte-level BPE ``tokenizer.json``.
 
-Encoding is done by the `tokenizers` library; decoding uses our own table of the bytes of every id, so that text
-decoded at once and text streamed token by token (`lily.text.detokenizer`) come from the same bytes.
+Encoding is done by the ``tokenizers`` library; decoding uses our own table of the bytes of every id, so that text
+decoded at once and text streamed token by token (``lily.text.detokenizer``) come from the same bytes.
 
 Not handled: SentencePiece and other models that are not byte-level; added tokens that stand only in
-`tokenizer_config.json`; `clean_up_tokenization_spaces`. The library writes a few lines to standard error before it
+``tokenizer_config.json``; ``clean_up_tokenization_spaces``. The library writes a few lines to standard error before it
 panics; they are kept off it while a tokenizer is loaded, not while text is encoded.
 """
 
@@ -25,8 +25,8 @@ import numpy as np
 import tokenizers
 
 from lily.checkpoint.library_errors import is_panic, pass_on_unless_of_library
-from lily.checkpoint.strict_json import read_bytes, read_object, show
-from lily.errors import CheckpointError, InvalidRequestError
+from lily.checkpoint.strict_json import read_bytes, read_object
+from lily.errors import CheckpointError, InvalidRequestError, show
 
 # Prompts are encoded one at a time, so the library's worker threads would only idle, and it warns about them after
 # every fork. Whoever has set the variable knows better.
@@ -40,13 +40,13 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 
 def load_tokenizer_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """`tokenizer_config.json` of the checkpoint folder `path`; {} if there is none. Raises CheckpointError."""
+    """``tokenizer_config.json`` of the checkpoint folder ``path``; {} if there is none. Raises CheckpointError."""
     file = Path(path) / TOKENIZER_CONFIG_FILE
     return read_object(file) if os.path.lexists(file) else {}
 
 
 def token_text(entry: object) -> str | None:
-    """The spelling of a token entry of `tokenizer_config.json`: a string, or an object with `content`."""
+    """The spelling of a token entry of ``tokenizer_config.json``: a string, or an object with ``content``."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
@@ -57,12 +57,12 @@ class Tokenizer:
 
     token_bytes: list[bytes] of length vocab_size; ids without a token (padding rows of the model) hold b"".
     num_tokens: number of real ids; they are 0 … num_tokens-1, the model's rows above are padding.
-    special_ids: ids that `skip_special_tokens` drops. `<think>`, `<tool_call>` and the like are not among them.
-    eos_ids: the `eos_token` of `tokenizer_config.json`; `generation_config.json` may name more.
+    special_ids: ids that ``skip_special_tokens`` drops. ``<think>``, ``<tool_call>`` and the like are not among them.
+    eos_ids: the ``eos_token`` of ``tokenizer_config.json``; ``generation_config.json`` may name more.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int, *, eos_tokens: Iterable[str] = ()) -> None:
-        """Wraps `backend`. vocab_size: rows of the model's embedding. Raises CheckpointError if they do not agree."""
+        """Wraps ``backend``. vocab_size: rows of the model's embedding. Raises CheckpointError if they do not agree."""
         # A tokenizer.json saved by a training script may hold these; they would cut or pad prompts in silence.
         backend.no_truncation()
         backend.no_padding()
@@ -89,7 +89,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
-        """Reads `tokenizer.json` and `tokenizer_config.json` of the checkpoint folder `path`.
+        """Reads ``tokenizer.json`` and ``tokenizer_config.json`` of the checkpoint folder ``path``.
 
         Raises CheckpointError if the tokenizer is missing, damaged, not byte-level, or larger than vocab_size.
         """
@@ -108,9 +108,9 @@ class Tokenizer:
             raise CheckpointError(f"{file}: not a valid tokenizer: {str(error)[:200]}; download it again") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = False, plain: bool = False) -> list[int]:
-        """Token ids of `text`; "" gives [].
+        """Token ids of ``text``; "" gives [].
 
-        Added tokens spelled in the text (`<|im_start|>`, `<think>` …) become their ids, as templated prompts need.
+        Added tokens spelled in the text (``<|im_start|>``, ``<think>`` …) become their ids, as templated prompts need.
         plain: they are ordinary text instead, for text that must not be able to write control tokens.
         add_special_tokens: also what the tokenizer's post-processor adds around a text (nothing for Qwen).
         Raises InvalidRequestError for text that has no UTF-8 form (lone surrogates), or on which the library fails.
@@ -131,7 +131,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Text of `ids`. Byte sequences that are not UTF-8 become U+FFFD; padding ids have no text.
+        """Text of ``ids``. Byte sequences that are not UTF-8 become U+FFFD; padding ids have no text.
 
         Raises InvalidRequestError for an id outside of 0 … vocab_size-1.
         """
@@ -142,7 +142,7 @@ class Tokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
     def id_of(self, token: str) -> int | None:
-        """Id of the token spelled `token` (base tokens in the byte-level alphabet: `Ġthe`), or None."""
+        """Id of the token spelled ``token`` (base tokens in the byte-level alphabet: ``Ġthe``), or None."""
         id: int | None = self._backend.token_to_id(token)
         return id
 
@@ -176,7 +176,7 @@ class Tokenizer:
 
 @contextmanager
 def _quiet_panics() -> Iterator[None]:
-    """Keep what the library writes to standard error while it panics off it; everything else is written at the end.
+    """Keeps what the library writes to standard error while it panics off it; everything else is written at the end.
 
     The library writes to the descriptor itself, which belongs to the whole process. So nothing is done where other
     threads run: what they write meanwhile, and the processes they start, would get the wrong one.

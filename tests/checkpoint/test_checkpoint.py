@@ -103,10 +103,10 @@ def test_quantized_modules_carry_their_own_bits_and_logical_sizes() -> None:
 
 
 def test_end_of_text_ids_are_the_union(tiny: Draft, tmp_path: Path) -> None:
-    tiny.files["generation_config.json"] = json.dumps({"eos_token_id": [7, 960], "top_k": None}).encode()
+    tiny.files["generation_config.json"] = json.dumps({"eos_token_id": [7, 0, 960], "top_k": None}).encode()
     with Checkpoint.open(tiny.write(tmp_path)) as checkpoint:
-        assert checkpoint.eos_token_ids == (962, 960, 7)
-        assert checkpoint.generation_config == {"eos_token_id": [7, 960]}
+        assert checkpoint.eos_token_ids == (962, 960, 7, 0)
+        assert checkpoint.generation_config == {"eos_token_id": [7, 0, 960]}
         assert checkpoint.notes == ()
 
 

@@ -34,7 +34,7 @@ def tiny(tiny_draft: Draft) -> Draft:
 
 
 def refused(draft: Draft, folder: Path, *words: str) -> str:
-    """Write and open; returns the message, which must hold all the words."""
+    """Writes and open; returns the message, which must hold all the words."""
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(draft.write(folder))
     message = str(caught.value)

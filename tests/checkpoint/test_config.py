@@ -196,6 +196,11 @@ def test_every_size_is_checked(key: str) -> None:
         assert len(str(caught.value)) < 250
 
 
+def test_one_layer_is_enough() -> None:
+    assert read(tiny(num_hidden_layers=1, layer_types=ABSENT)).layer_types == ("linear_attention",)
+    assert read(tiny(num_hidden_layers=1, layer_types=["full_attention"], full_attention_interval=1)).num_layers == 1
+
+
 UNSUPPORTED = {
     "hidden_act": ["gelu", 1],
     "attention_bias": [True, 0],

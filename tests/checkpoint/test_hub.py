@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily pull` against a local server that answers as the Hugging Face Hub does; no other network is used."""
+"""``lily pull`` against a local server that answers as the Hugging Face Hub does; no other network is used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDED = {*SHARDS, *SMALL, INDEX}
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """One repository org/model; `requested` lists the files whose content was asked for."""
+    """One repository org/model; ``requested`` lists the files whose content was asked for."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -210,7 +210,7 @@ def test_a_disk_that_fills_up_during_the_download_has_its_remedy(
     def fill(*_: object, **__: object) -> None:
         raise error
 
-    api: Any = huggingface_hub.HfApi  # a partial of the class, see `server`
+    api: Any = huggingface_hub.HfApi  # a partial of the class, see ``server``
     monkeypatch.setattr(api.func, "snapshot_download", fill)
     message = refusal()
     assert message.startswith("org/model: the disk of ")

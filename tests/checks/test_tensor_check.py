@@ -34,7 +34,7 @@ def m5(emulated: Standin) -> Standin:
 
 @pytest.fixture
 def tensor_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cpu device in place of one with tensor operations, which `msl=3.2` opens without them."""
+    """The cpu device in place of one with tensor operations, which ``msl=3.2`` opens without them."""
 
     def open_device(name: str, *, msl: str = "", **options: Any) -> Device:
         device = Device("cpu", threads=1, **options)

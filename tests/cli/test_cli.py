@@ -2,7 +2,7 @@
 """The command line: what goes to which stream, what reaches the engine, and how each command ends.
 
 Most tests run commands inside this process; where a signal or a closed pipe matters, in one of their own.
-Not handled: `chat` (test_cli_chat.py), `plan` (test_plan_command.py), the installed script (test_packaging.py).
+Not handled: ``chat`` (test_cli_chat.py), ``plan`` (test_plan_command.py), the installed script (test_packaging.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 from cli_harness import NO_END, failure, lily_process, usage_error
+from engine_harness import device_buffers, memory_when_full
 from paths import DATA, EMBEDDED
 from waiting import PATIENCE
 
@@ -29,12 +30,13 @@ from lily.cli.prompts import reply_start
 from lily.device import kinds
 from lily.device.description import described, rows
 from lily.errors import LilyError
+from lily.run.turns import Turns
 
 TEMPLATE_START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Fake:
-    """An engine that computes nothing: it notes how it is opened and asked, and replies `a b`."""
+    """An engine that computes nothing: it notes how it is opened and asked, and replies ``a b``."""
 
     opened: dict[str, Any] | None = None
     asked: dict[str, Any] | None = None
@@ -60,7 +62,7 @@ class Fake:
 
     def stream(self, tokens: list[int], *, on_prompt: Any, **sampling: Any) -> lily.Stream:
         Fake.prompt, Fake.asked = self.tokenizer.decode(tokens), sampling
-        return lily.Stream(lambda control: self.pieces())
+        return lily.Stream(Turns(), lambda control: self.pieces())
 
     def pieces(self) -> Iterator[lily.StreamChunk]:
         timings = lily.Timings(2.0, 3.0, 5.0, 7.0)
@@ -516,8 +518,6 @@ def test_info_reports_the_embedded_model(capsys: pytest.CaptureFixture[str], mon
     assert model["quantization"] == {"4 bits, groups of 64": 88, "8 bits, groups of 64": 16}
     assert context["max_context"] == 1000
     assert context["memory"]["kv"] == 1000 * 2 * 2 * 2 * 256 * 2  # 2 layers, K and V, 2 heads of 256, bf16
-    parts = ("weights", "state", "kv", "scratch", "snapshots")
-    assert context["memory"]["total"] == sum(context["memory"][name] for name in parts)
     assert report["sampling_defaults"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
@@ -527,8 +527,9 @@ def test_info_reports_the_embedded_model(capsys: pytest.CaptureFixture[str], mon
 def test_info_agrees_with_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["info", "--json", "--max-context", "1000"]) == 0
     report = json.loads(capsys.readouterr().out)
-    with lily.Engine(max_context=1000) as engine:
+    with device_buffers() as made, lily.Engine(max_context=1000) as engine:
         info = engine.info
+        assert report["context"]["memory"]["total"] == memory_when_full(engine, made)
     assert report["context"]["memory"] == info["memory"]
     assert report["device"] == info["device"]
     assert report["sampling_defaults"] | info["sampling_defaults"] == report["sampling_defaults"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily chat` from a pipe and on a terminal."""
+"""``lily chat`` from a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_chat_needs_a_template(
 
 
 class Terminal:
-    """A `lily` command, or what ``start`` starts, on a pseudo-terminal."""
+    """A ``lily`` command, or what ``start`` starts, on a pseudo-terminal."""
 
     def __init__(
         self, *args: str, start: Callable[..., subprocess.Popen[bytes]] = lily_process, columns: int = 200, **env: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands on each device: `--device` reaches it, and what it writes is what the engine says.
+"""The commands on each device: ``--device`` reaches it, and what it writes is what the engine says.
 
 Not handled: the commands themselves (test_cli.py).
 """

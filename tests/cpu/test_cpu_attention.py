@@ -7,12 +7,14 @@ the projection that follows (test_cpu_matmul).
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from attention import EPS, Layer, Shape, attend, prepared
-from kernel_harness import Array, fill, from_bf16, open_device, run, same_bits, step, to_bf16
+from kernel_harness import Array, fill, from_bf16, isa_paths, open_device, run, same_bits, step, to_bf16
 
 from lily.device.device import Device
 
@@ -243,3 +245,46 @@ def test_rows_beyond_the_step_are_left_alone(device: Device) -> None:
     out = run(device, "attn_prefill", args, params, shape.heads, (3, shape.hkv))["o"]
     assert np.isfinite(out[:3]).all()
     assert np.isnan(out[3:]).all()
+
+
+# The last row of the cache ends 256 bytes, which readers of whole vectors may fetch, before memory that is not there.
+FENCED = """
+import ctypes, mmap, sys
+import numpy as np
+from lily.device.device import Device
+from lily.kernels import KERNELS
+from lily.plan.views import Dispatch, Plan, View
+from lily.structs import STEP
+
+kernel, isa, tokens, rows, hq, hkv, dim = KERNELS[sys.argv[1]], sys.argv[2], 40, 3, 4, 2, 256
+device, page, pitch = Device("cpu", isa=isa, threads=1), mmap.PAGESIZE, 2 * (hq + hkv) * dim
+rows = 1 if kernel.name == "attn_decode" else rows
+cache = tokens * hkv * dim * 2
+sizes = {"k": cache, "v": cache, "step": STEP.itemsize, "proj": rows * pitch * 4, "q": rows * hq * dim * 4}
+sizes |= {"q_norm": dim * 4, "k_norm": dim * 4, "inv_freq": 128, "o": rows * hq * dim * 4}
+sizes |= {"part_o": hq * dim * 4, "part_ml": hq * 8}
+buffers, views = {}, []
+for arg in kernel.args:
+    size, at = sizes[arg.name], 0
+    buffer = buffers[arg.name] = device.buffer(size + 4 * page)
+    if arg.name in "kv":
+        fence = -(-(buffer.address + size + 256) // page) * page
+        at = fence - 256 - size - buffer.address
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(fence), ctypes.c_size_t(page), 0) == 0
+    views.append(View(arg.name, at, size))
+buffers["step"].array(STEP)[0] = (tokens - rows, rows, 0, 0)
+values = {"pitch": pitch, "eps": 1e-6, "split": 64, "tile_m": 2}
+heads = {"hq": hq, "hkv": hkv, "dim": dim, "rot": 64, "pack": 2, "fixed": 0}
+params, constants = tuple(values[n] for n, _ in kernel.params), tuple(heads[n] for n in kernel.constants)
+grid = (1 if kernel.name == "attn_decode" else 2, hkv, 1)
+plan = Plan("fenced", (Dispatch(kernel, "", constants, tuple(views), params, grid, (1, 1, 1)),), 0)
+device.wait(device.submit([device.record(plan, buffers)]))
+print("ran")
+"""
+
+
+@pytest.mark.parametrize("isa", isa_paths())
+@pytest.mark.parametrize("kernel", ["attn_decode", "attn_prefill"])
+def test_the_cache_is_not_read_beyond_its_last_row(kernel: str, isa: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FENCED, kernel, isa], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes of `lily doctor` on every path of the CPU device, against integers that float32 holds exactly.
+"""The probes of ``lily doctor`` on every path of the CPU device, against integers that float32 holds exactly.
 
 Not handled: whether they reach what the machine can do (bench/), the report (test_doctor.py).
 """

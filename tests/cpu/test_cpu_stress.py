@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU device's runtime under load with the compiler's sanitizers: races, memory, undefined behaviour.
 
-`tests/cpu/cpu_stress.c` checks results too.  Longer runs by hand: `.../cpu_stress 5000`.
+``tests/cpu/cpu_stress.c`` checks results too.  Longer runs by hand: ``.../cpu_stress 5000``.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ MIXED = {
 
 
 def load(folder: Path, device: str, fill: int = FILL) -> tuple[Checkpoint, WeightsMap, dict[str, Array], int]:
-    """(the closed checkpoint, map, filled buffers, bytes reported); buffers held `fill` before."""
+    """(the closed checkpoint, map, filled buffers, bytes reported); buffers held ``fill`` before."""
     with Checkpoint.open(folder) as checkpoint:
         weights = map_weights(checkpoint.config, policy_for(device))
         buffers = {name: np.full(size, fill, np.uint8) for name, size in weights.buffers.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily doctor`: what it reports, that it finds what is wrong, and that nothing ends it early.
+"""``lily doctor``: what it reports, that it finds what is wrong, and that nothing ends it early.
 
 Devices: the cpu device, the same with tampered results, and the emulated metal device, whole and broken.
 Not handled: whether figures are true (they are this machine's); kernels themselves (their own tests).
@@ -334,6 +334,7 @@ def _put(name: str, at: int, value: float) -> Any:
         ("gemv_norm", _put("y", 5, 3.0), r"y\[5\] is 3, the reference has"),
         ("gemv_norm", _scale("y", 1.02), r"y\[\d+\] is"),  # the worst error is within its limit, the mean is not
         ("gemv_norm", _put("y", 5, float("nan")), r"y\[5\] is nan"),
+        ("gemv_norm", _put("y", 5, float("inf")), r"y\[5\] is inf"),
         ("gemm", _put("y", -1, 0.0), r"y\[\d+\] is 0.0, the reference has nan"),  # a row beyond the step's
         ("attn_decode", _scale("part_ml", 1.001), "part_ml column"),
         ("rmsnorm", _scale("y", 1.0001), "y"),

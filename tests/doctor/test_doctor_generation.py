@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `lily doctor` says of the embedded model: figures from a clock, its part of the report, and how it fails.
+"""What ``lily doctor`` says of the embedded model: figures from a clock, its part of the report, and how it fails.
 
 Devices: the cpu device, and an engine that moves a clock of its own.
 """

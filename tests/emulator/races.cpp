@@ -78,6 +78,7 @@ struct GroupCell {
     uint64_t write, read; // 0: never; else as stamped() makes them
 };
 enum : uint64_t { G_VALID = 1, G_ATOMIC = 2, G_SHARED = 4, G_MIXED = 8 };
+static const uint64_t G_GAP = ~0ull; // in place of the last write: between two variables
 static GroupCell *group_cells;
 
 static uint64_t stamped(Worker *w, MslLane *l, uint64_t flags) {
@@ -118,6 +119,11 @@ static void access_threadgroup(
     uint64_t end = (offset + bytes + 1) / 2;
     for (uint64_t i = offset / 2; i < end; i++) {
         GroupCell &c = group_cells[i];
+        if (c.write == G_GAP) {
+            report("bounds", site, "%s of %u bytes beyond a variable of threadgroup memory, by thread %u",
+                writes ? "write" : "read", bytes, l->linear);
+            return;
+        }
         race |= group_conflict(c.write, now);
         if (writes) race |= group_conflict(c.read, now);
         if (reads) {
@@ -300,14 +306,22 @@ void check_barrier(Worker *, uint32_t flags) {
     for (auto &entry : lanes) learn(group_knowledge, entry.second.own);
 }
 
+static void make_group_cells() {
+    if (group_cells) return;
+    void *p = mmap(nullptr, ARENA / 2 * sizeof(GroupCell), PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    group_cells = (GroupCell *)p;
+}
+
 void check_group_begins(Worker *) {
     lanes.clear();
     group_knowledge.clear();
-    if (!group_cells) {
-        void *p = mmap(nullptr, ARENA / 2 * sizeof(GroupCell), PROT_READ | PROT_WRITE,
-            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        group_cells = (GroupCell *)p;
-    }
+    make_group_cells();
+}
+
+void check_gap(uint32_t begin, uint32_t end) {
+    make_group_cells(); // a group's arguments are placed before it begins
+    for (uint32_t i = (begin + 1) / 2; i < end / 2; i++) group_cells[i].write = G_GAP;
 }
 
 void check_group_ends(Worker *w) { memset((void *)group_cells, 0, (w->arena_used + 1) / 2 * sizeof(GroupCell)); }

@@ -10,7 +10,7 @@ struct Slot { // a threadgroup variable
     uint8_t *address;
 };
 
-enum { ARENA = 1 << 17, SLOTS = 64 };
+enum { ARENA = 1 << 17, ARENA_GAP = 16, SLOTS = 64 };
 
 // A host thread that runs threadgroups, one after the other.
 struct Worker : MslGroup {
@@ -27,7 +27,7 @@ struct Worker : MslGroup {
     MslOp *group_ops[MSL_MAX_THREADS];
     bool group_op;
     // Threadgroup memory.
-    uint32_t arena_used, slot_count;
+    uint32_t arena_used, arena_counted, slot_count; // the second without gaps between variables
     Slot slots[SLOTS];
     void *arguments[MSL_BUFFERS];
     bool too_large;
@@ -49,6 +49,7 @@ void report(const char *kind, MslSite site, const char *format, ...) __attribute
 void catch_crashes();
 
 // Hooks of the checks, called only for launches with MSL_CHECK.
+void check_gap(uint32_t begin, uint32_t end); // of threadgroup memory
 void check_group_begins(Worker *);
 void check_group_ends(Worker *);
 void check_barrier(Worker *, uint32_t flags);

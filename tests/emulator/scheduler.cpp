@@ -212,18 +212,24 @@ struct OwnWorker {
     }
 };
 
+static uint32_t aligned(uint32_t at, uint32_t align) { return (at + align - 1) & ~(align - 1); }
+
+// In a checked launch variables do not touch: who runs over the end of one must not find the next.
 static uint8_t *take_arena(Worker *w, uint32_t bytes, uint32_t align) {
-    uint32_t at = (w->arena_used + align - 1) & ~(align - 1);
+    const bool gap = checked(w) && w->arena_used;
+    uint32_t at = aligned(w->arena_used + (gap ? ARENA_GAP : 0), align);
     if (at + bytes > ARENA) {
         fprintf(stderr, "emulator: %s wants %u bytes of threadgroup memory\n", w->launch->name, at + bytes);
         abort();
     }
+    if (gap) check_gap(w->arena_used, at);
     w->arena_used = at + bytes;
+    w->arena_counted = aligned(w->arena_counted, align) + bytes;
     // All bits set is a NaN in every format: memory that a kernel forgot to write shows even in an unchecked build.
     memset(w->arena + at, 0xff, bytes);
-    if (w->arena_used > MSL_THREADGROUP_LIMIT && !w->too_large) {
+    if (w->arena_counted > MSL_THREADGROUP_LIMIT && !w->too_large) {
         w->too_large = true;
-        report("threadgroup memory", MslSite{}, "%u bytes are more than the %d there are", w->arena_used,
+        report("threadgroup memory", MslSite{}, "%u bytes are more than the %d there are", w->arena_counted,
             MSL_THREADGROUP_LIMIT);
     }
     return w->arena + at;
@@ -264,7 +270,7 @@ static void run_group(Worker *w, uint32_t linear) {
     w->simdgroup_count = (n + 31) / 32;
     w->waiting = 0, w->group_op = w->stopped = false;
     w->threadgroup_epoch = w->device_epoch = 0;
-    w->arena_used = w->slot_count = 0;
+    w->arena_used = w->arena_counted = w->slot_count = 0;
     for (int i = 0; i < MSL_BUFFERS; i++)
         if (launch->threadgroup_bytes[i]) w->arguments[i] = take_arena(w, launch->threadgroup_bytes[i], 16);
     for (uint32_t i = 0; i < w->simdgroup_count; i++) {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mechanism that is switched off changes the plan, and on the CPU device not one bit of the result.
 
-But for `fused-dequantisation`, which rounds weights to bfloat16: there the result stays near, as on other
+But for ``fused-dequantisation``, which rounds weights to bfloat16: there the result stays near, as on other
 devices with every mechanism that is more than an order of work.
 """
 

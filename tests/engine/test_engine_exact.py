@@ -55,7 +55,7 @@ def small_steps(**changes: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def run_cut(engine: Engine, tokens: Sequence[int], cuts: Sequence[int]) -> tuple[bytes, bytes]:
-    """(logits after the last token, state) of a prompt run in chunks with edges at `cuts`."""
+    """(logits after the last token, state) of a prompt run in chunks with edges at ``cuts``."""
     logits = forced_logits(engine, tokens, len(tokens), cuts)
     return logits.tobytes(), current_state(engine)
 
@@ -92,7 +92,7 @@ def decoded(cuttable: Engine, length: int) -> tuple[Array, bytes]:
 
 
 def check_cut(engine: Engine, decoded: tuple[Array, bytes], tokens: Sequence[int], cuts: Sequence[int]) -> None:
-    """A prompt run in chunks with edges at `cuts` against the same in single steps."""
+    """A prompt run in chunks with edges at ``cuts`` against the same in single steps."""
     assert_same_logits(forced_logits(engine, tokens, len(tokens), cuts), decoded[0][-1:])
     if current().exact:
         assert current_state(engine) == decoded[1]
@@ -218,7 +218,7 @@ def check(
 ) -> Completion:
     """Asks both engines and compares.
 
-    `cached`: the number of tokens that must have been reused, at least, where any point can be resumed; `edge`: the
+    ``cached``: the number of tokens that must have been reused, at least, where any point can be resumed; ``edge``: the
     number where only edges of chunks can be.
     """
     sequence_of(cold).reset()
@@ -271,6 +271,19 @@ def test_reply_that_is_only_partly_continued(warm, cold_engine, device, lost):
     got = check(warm, cold_engine, departed)
     if device.exact:
         assert got.cached_tokens == (len(first) + keep if keep >= 8 else len(first) - 1)
+
+
+@cpu_only("elsewhere only edges of chunks can be resumed")
+def test_one_token_reply_between_two_departures(warm, cold_engine):
+    """A reply of one token runs no step: the other slot then holds what was before the prompt's last chunk."""
+    first = random_tokens(20)
+    reply = check(warm, cold_engine, first, tokens=6).token_ids
+    longer, at = [*first, *reply, *random_tokens(6, 3)], len(first) + len(reply) - 1
+    for keep in range(at + 1, at - 4, -1):
+        runner_of(warm).reset()
+        check(warm, cold_engine, first, tokens=6)
+        check(warm, cold_engine, longer, tokens=1)
+        check(warm, cold_engine, [*longer[:keep], (longer[keep] + 1) % TEXT_IDS, 7])
 
 
 @pytest.mark.parametrize("read", sweep([1, 2, 3, 6], 2))
@@ -518,7 +531,7 @@ def test_random_walk_of_requests(device, seed):
                     next(stream, None)
                 stream.close()
             how = {
-                "tokens": int(rng.integers(1, device.pick(40, 12))),
+                "tokens": 1 if rng.random() < 1 / 3 else int(rng.integers(1, device.pick(40, 12))),
                 "seed": step,
                 "repetition_penalty": float(rng.choice([1, 1.3])),
             }

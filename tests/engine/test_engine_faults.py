@@ -78,7 +78,7 @@ def command_buffers(engine: Engine) -> int:
 
 
 def fail_next(stand_in: Standin, engine: Engine, ahead: int, error: tuple[int, str]) -> None:
-    """The command buffer that is `ahead` from now (1: the next one) ends with an error, after it has run."""
+    """The command buffer that is ``ahead`` from now (1: the next one) ends with an error, after it has run."""
     stand_in.set(fail_submission=command_buffers(engine) + ahead, fail_code=error[0], fail_text=error[1])
 
 

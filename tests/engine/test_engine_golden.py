@@ -51,7 +51,7 @@ def _modelled(model: Path) -> tuple[Array, Array]:
 
 
 def _check(got: Array, want: Array, rows: slice, columns: int, model: Path, device: Target) -> None:
-    """Holds rows of logits to mlx-lm's `want`; columns: padding ids beyond are not looked at."""
+    """Holds rows of logits to mlx-lm's ``want``; columns: padding ids beyond are not looked at."""
     modelled, leads = (a[rows] for a in _modelled(model))
     if columns < modelled.shape[1]:
         modelled, want = (log_softmax(a[:, :columns]) for a in (modelled, want))
@@ -77,7 +77,7 @@ def test_logits_of_prefill_and_decode_are_mlx_lms(device, model):
 @each_checkpoint
 @every_path
 def test_scores_of_every_prompt_position_are_mlx_lms(device, model):
-    """`score` with every id asked for is the whole log-softmax of each row of one prefill."""
+    """``score`` with every id asked for is the whole log-softmax of each row of one prefill."""
     tokens = golden(model)["tokens"]
     with open_engine(model) as engine:
         ids = engine.tokenizer.num_tokens

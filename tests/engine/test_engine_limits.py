@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_device import Target
-from engine_harness import TINY, environment, open_engine
+from engine_harness import TINY, device_buffers, environment, memory_when_full, open_engine, policy
 
 import lily
-from lily.device.device import Buffer, Device
+from lily.device.device import CommandList, Device
 from lily.engine import Engine
 from lily.errors import CheckpointError, ContextLengthError, DeviceError, InvalidRequestError, LilyError
 from lily.kernels import MAX_STOP_IDS
@@ -243,7 +243,6 @@ def test_options_of_the_cpu_device():
 def test_model_that_does_not_fit(device, monkeypatch):
     with open_engine(TINY, max_context=4096) as engine:
         memory = engine.info["memory"]
-    assert memory["total"] == sum(memory[k] for k in ("weights", "state", "kv", "scratch", "snapshots"))
     budget = Budget(memory["weights"], 1 << 62, "use a smaller model")
     monkeypatch.setattr("lily.engine.Budget.of", lambda _: budget)
     with pytest.raises(DeviceError, match=r"random-tiny does not fit: it needs 0\.\d+ GB \(weights .*smaller model"):
@@ -254,6 +253,13 @@ def test_model_that_does_not_fit(device, monkeypatch):
         open_engine(TINY, max_context=4096)
     with open_engine(TINY) as engine:
         assert 2000 < engine.max_context < 3200  # what fits
+
+
+def test_the_sum_of_memory_is_what_an_engine_takes(device):
+    """The sum decides whether a model fits and how long its context is."""
+    small = policy(chunks=((0, 32),), buckets=(8, 32))
+    with small, device_buffers() as made, open_engine(TINY, max_context=40) as engine:
+        assert memory_when_full(engine, made) == engine.info["memory"]["total"]
 
 
 # ---- life and death -------------------------------------------------------------------------------------------------
@@ -300,6 +306,44 @@ def test_closing_cancels_a_stream_that_nobody_is_reading(device):
                 engine.generate(IDS)
 
 
+def test_a_stream_that_is_cancelled_in_its_prompt_ends_with_the_chunk(device, monkeypatch):
+    submit, chunks = Device.submit, []
+    with policy(chunks=((0, 8),), buckets=(8,)), open_engine(TINY) as engine:
+        stream = engine.stream([1] * 40, max_tokens=3)
+
+        def cancelling(on: Device, lists: Any) -> int:
+            chunks.append(lists)
+            stream.cancel()
+            return submit(on, lists)
+
+        monkeypatch.setattr(Device, "submit", cancelling)
+        assert list(stream) == []
+        assert len(chunks) == 1
+        monkeypatch.undo()
+        assert engine.generate([1] * 40, max_tokens=3, ignore_eos=True).completion_tokens == 3
+
+
+@pytest.mark.parametrize("recorded", [0, 1])
+def test_lists_that_cannot_be_recorded_leave_none_behind(device, monkeypatch, recorded):
+    """A plan is recorded twice, for either direction between the state slots; here the first or second fails."""
+    record, made = Device.record, []
+
+    def failing(on: Device, *arguments: Any) -> CommandList:
+        if len(made) == recorded:
+            raise DeviceError("injected")
+        made.append(record(on, *arguments))
+        return made[-1]
+
+    with open_engine(TINY) as engine:
+        monkeypatch.setattr(Device, "record", failing)
+        with pytest.raises(DeviceError, match="injected"):
+            engine.generate(IDS, max_tokens=1)
+        assert len(made) == recorded
+        assert not any(item.handle for item in made)
+        monkeypatch.undo()
+        assert engine.generate(IDS, max_tokens=2, ignore_eos=True).completion_tokens == 2
+
+
 def test_error_inside_a_with_block_is_not_hidden(device):
     def work() -> None:
         with open_engine(TINY) as engine:
@@ -335,30 +379,20 @@ def test_closing_waits_for_the_calls_of_other_threads(device, monkeypatch):
         engine.generate(IDS)
 
 
-def _buffers_of_devices(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
-    """Collects every device buffer that is made from now on."""
-    made: list[Buffer] = []
-    new = Device.buffer
-    monkeypatch.setattr(Device, "buffer", lambda self, nbytes: made.append(new(self, nbytes)) or made[-1])
-    return made
-
-
-def test_engine_that_nobody_holds_gives_its_memory_back(device, monkeypatch):
-    made = _buffers_of_devices(monkeypatch)
-    open_engine(TINY).generate(IDS, max_tokens=2)
-    gc.collect()
+def test_engine_that_nobody_holds_gives_its_memory_back(device):
+    with device_buffers() as made:
+        open_engine(TINY).generate(IDS, max_tokens=2)
+        gc.collect()
     assert len(made) > 10
     assert not any(buffer.handle for buffer in made)
 
 
 def test_failed_opening_gives_its_memory_back(device, monkeypatch):
-    made = _buffers_of_devices(monkeypatch)
-
     def fail(*_: Any) -> None:
         raise CheckpointError("injected")
 
     monkeypatch.setattr("lily.engine.Weights.load", fail)
-    with pytest.raises(CheckpointError, match="injected"):
+    with device_buffers() as made, pytest.raises(CheckpointError, match="injected"):
         open_engine(TINY)
     assert made
     assert not any(buffer.handle for buffer in made)

@@ -169,7 +169,7 @@ def test_real_tokenizer_and_template(device, tmp_path, real_metadata):
 
 
 def _raise_head_rows(folder: Path, first: int) -> None:
-    """Sets the biases of lm_head's rows from `first` on to ±9 in the file, without reading all of it."""
+    """Sets the biases of lm_head's rows from ``first`` on to ±9 in the file, without reading all of it."""
     path = folder / "model.safetensors"
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -212,7 +212,7 @@ def _draws(engine: Engine, count: int, **sampling: Any) -> list[int]:
 
 
 def _assert_drawn(draws: list[int], y: Array, kept: Iterable[int], temperature: float = 1) -> None:
-    """Holds `_draws` to the greatest of the logits that are left, each with the noise of seed, position and id."""
+    """Holds ``_draws`` to the greatest of the logits that are left, each with the noise of seed, position and id."""
     kept = np.array(sorted(kept))
     for seed, token in enumerate(draws):
         score = y[kept] / temperature + gumbel(len(y), len(IDS), seed)[kept]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lily tune`: how it measures, when the default loses, and what an engine then opens with.
+"""``lily tune``: how it measures, when the default loses, and what an engine then opens with.
 
 Most tests use engines that only tell how long a token took; one runs a model on the stand-in for Metal.
 Not handled: real times, which need a Mac.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many lines of the Metal shim its tests run, by file: they run once more, in a process that counts.
 
-Not handled: branches; code that exists on macOS only (`#if defined(__APPLE__)`).
+Not handled: branches; code that exists on macOS only (``#if defined(__APPLE__)``).
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class Headers:
     def _method(self, kind: str, selector: str, result: str, prefix: str, owner: str, arguments: str) -> str | None:
         listed = re.split(r",(?![^(]*\)(?:$|,))", arguments) if arguments.strip() else []
         typed = [self._argument(a.strip(), prefix) for a in listed]
-        # Constructors name their class; their names in metal-cpp are plain `init`.
+        # Constructors name their class; their names in metal-cpp are plain ``init``.
         returned = "instancetype" if result.strip() in (f"{prefix}::{owner}*", "") else self.c_type(result, prefix)
         if returned == "instancetype" and not selector.startswith("init"):
             returned = self.c_type(f"{prefix}::{owner}*", prefix)

@@ -27,7 +27,7 @@ BYTES = 1024
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the coverage of the shim if it was measured."""
+    """Prints the coverage of the shim if it was measured."""
     lines = summary()
     if lines:
         terminalreporter.section("objc_shim")
@@ -79,7 +79,7 @@ def opened(metal: Standin, shader_file: Path) -> Iterator[Open]:
 
 
 def dispatch(barrier: bool = False, threads: int = 32, src: str = "a", dst: str = "b", grid: int = 1) -> Dispatch:
-    """The kernel `copy`, of which the stand-in only looks at what it is given."""
+    """The kernel ``copy``, of which the stand-in only looks at what it is given."""
     views = (View(src, 0, BYTES), View(dst, 0, BYTES))
     return Dispatch(COPY, "copy", (), views, (BYTES,), (grid, 1, 1), (threads, 1, 1), barrier=barrier)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the Metal shim without a Mac: for macOS with zig, and for Linux with GNUstep and the stand-in for Metal.
 
-Apple's headers are generated from metal-cpp, which is inside the wheel `mlx-metal`: pip downloads it once into
+Apple's headers are generated from metal-cpp, which is inside the wheel ``mlx-metal``: pip downloads it once into
 build/metal (``LILY_METAL_CPP`` names a folder to use in its place).  Results are kept there by the hash of their
 inputs.  ``Missing`` says what a machine lacks.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan as data: its targets at real size, its hazards, its places, its routes, and the `plan` command.
+"""The plan as data: its targets at real size, its hazards, its places, its routes, and the ``plan`` command.
 
 Hazards, places and minimum traffic are computed here once more, from sizes written out by hand.
 Not handled: what kernels compute.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,13 @@ def copy(source: tuple[int, int], target: tuple[int, int]) -> Dispatch:
 def test_what_makes_a_dispatch_wait(first: Any, second: Any, waits: bool) -> None:
     done = schedule([copy(*first), copy(*second)])
     assert [(d.level, d.barrier) for d in done] == [(0, False), (int(waits), waits)]
+
+
+def test_what_the_host_runs_is_a_level_of_its_own() -> None:
+    """Even where it shares no memory with what is beside it: the device has to stop for it."""
+    before, at, after = copy((0, 16), (16, 32)), copy((32, 48), (48, 64)), copy((64, 80), (80, 96))
+    assert [d.level for d in schedule([before, at, after])] == [0, 0, 0]
+    assert [d.level for d in schedule([before, replace(at, host=True), after])] == [0, 1, 2]
 
 
 def overlapping(a: View, b: View) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make build` installs: the command, and a package that type checkers find as Python does.
+"""What ``make build`` installs: the command, and a package that type checkers find as Python does.
 
-Not handled: compiling, which `make` has done before; wheels (test_packaging.py).
+Not handled: compiling, which ``make`` has done before; wheels (test_packaging.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def checked(command: list[str | Path], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
-    """A virtual environment that `make build` has put Lily into; its other packages are those of this one."""
+    """A virtual environment that ``make build`` has put Lily into; its other packages are those of this one."""
     folder = tmp_path_factory.mktemp("built") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of imports that `make lint` makes: it passes here, and finds what is planted in a copy."""
+"""The check of imports that ``make lint`` makes: it passes here, and finds what is planted in a copy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make metallib` and what the Metal device is told of its result, with a stand-in for Xcode's xcrun.
+"""``make metallib`` and what the Metal device is told of its result, with a stand-in for Xcode's xcrun.
 
 Not handled: whether Apple's compiler takes the flags and the shaders, which needs a Mac with Xcode.
 """

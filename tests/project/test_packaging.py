@@ -85,7 +85,7 @@ def copy_distribution(name: str, site_packages: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, distributions: Distributions) -> Path:
-    """The `bin` folder of a virtual environment that holds the wheel, its run-time dependencies and nothing else."""
+    """The ``bin`` folder of a virtual environment that holds the wheel, its run-time dependencies and nothing else."""
     venv = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = str(venv / "bin" / "python")

@@ -65,7 +65,7 @@ def macos(machine: Machine) -> Machine:
 
 
 def python_without(*modules: str) -> str:
-    """A Python that works, except that whatever mentions one of `modules` fails."""
+    """A Python that works, except that whatever mentions one of ``modules`` fails."""
     fails = "|".join(f"*{module}*" for module in modules)
     return f'case "$*" in {fails}) exit 1;; esac; exec {sys.executable} "$@"'
 

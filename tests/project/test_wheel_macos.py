@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make wheel-macos`: what the wheel for Apple silicon holds, read from the wheel itself.
+"""``make wheel-macos``: what the wheel for Apple silicon holds, read from the wheel itself.
 
 Not handled: installing or running it, which needs a Mac; the Metal shim's messages (test_metal_api.py).
 """

@@ -88,7 +88,7 @@ def test_a_decode_step_touches_the_bytes_of_its_plan() -> None:
 
 @pytest.mark.full
 def test_a_decode_step_at_a_long_context_touches_the_bytes_of_its_plan() -> None:
-    """From `long_context` on, attention has its fixed-block layout."""
+    """From ``long_context`` on, attention has its fixed-block layout."""
     assert POLICY.kv_tokens(32769) >= POLICY.long_context
     check(32769)
 

@@ -122,6 +122,7 @@ def test_checked_in_every_lane_order(order: str) -> None:
     check_decode(layer_of(Shape(8, 1, 256, 64), 20), order=order, checked=True)
     check_decode(layer_of(Shape(10, 2, 64, 16), 70), split=32, threads=128, order=order, checked=True)
     check_decode(layer_of(Shape(8, 1, 256, 64), 260), split=512, fixed=1, order=order, checked=True)
+    check_decode(layer_of(Shape(10, 2, 64, 16), 64), split=32, threads=128, order=order, checked=True)  # a new split
 
 
 def test_cache_rows_are_read_once() -> None:

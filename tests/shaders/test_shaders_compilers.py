@@ -19,12 +19,12 @@ import msl_compiler
 import msl_harness
 import numpy as np
 import pytest
-import test_shaders_attention_decode as attention_decode
-import test_shaders_attention_prefill as attention_prefill
-import test_shaders_decode as decode
-import test_shaders_gdn as gdn
-import test_shaders_gemm as gemm
-import test_shaders_route as route
+import shader_attention_decode as attention_decode
+import shader_attention_prefill as attention_prefill
+import shader_decode as decode
+import shader_gdn as gdn
+import shader_gemm as gemm
+import shader_route as route
 from msl_compiler import Compiler
 from msl_harness import EmulatorError, needs_emulator, run
 
@@ -40,15 +40,15 @@ CACHES = (msl_build._load, msl_build._precompiled, msl_build._headers_hash)
 CASES: dict[str, Callable[[], Any]] = {
     "norm and product": lambda: decode.Row(9, 512, 4, 64).check("gemv_norm"),
     "product in float32": lambda: decode.Row(9, 320, 8, 32, act="f32").check("gemv_norm"),
-    "dense product": lambda: gemm.test_products_at_the_edges_of_rows(9, 32, 320),
-    "dense product by tensor operations": lambda: gemm.test_products_at_the_edges_of_rows(9, 32, 400),
+    "dense product": lambda: gemm.check_rows(9, 32, 320),
+    "dense product by tensor operations": lambda: gemm.check_rows(9, 32, 400),
     "GDN step": lambda: gdn.check_step(gdn.layer_of(gdn.Shape(1, 2), 1)),
     "GDN scan": lambda: gdn.check_scan(gdn.layer_of(gdn.Shape(1, 2), 9), parts=8),
     "attention of a row": lambda: attention_decode.check_decode(
         attention_decode.layer_of(attention_decode.REAL, 257), checked=True
     ),
     "attention": lambda: attention_prefill.Attention(2, 1, 256, 63, 3, spare=0).check(metal=320),
-    "routing": lambda: route.test_top_experts_and_weights(256, 8, True, "random"),
+    "routing": lambda: route.check_topk(256, 8, True, "random"),
 }  # fmt: skip
 BEYOND = """
 #include <metal_stdlib>
@@ -124,7 +124,7 @@ def test_both_compilers_report_the_same_faults(compile_with: Callable[[Compiler 
 OTHER_PROCESS = """
 import sys
 import numpy as np
-import test_shaders_compilers as tests
+import shader_compilers as tests
 for name, case in tests.CASES.items():
     for i, data in enumerate(tests.as_bytes(tests.results_of(case))):
         np.save(f"{sys.argv[1]}/{name}.{i}.npy", np.frombuffer(data, np.uint8))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every shader once through the metal device: the backend that runs all shader tests on a Mac, and the shim below it.
 
-On Linux the device is the shim on the stand-in (msl_device.py); `LILY_SHADERS=device pytest tests/test_shaders_*.py`
+On Linux the device is the shim on the stand-in (msl_device.py); ``LILY_SHADERS=device pytest tests/test_shaders_*.py``
 runs all shader tests that way.  Not handled: edges and sizes (the tests that are called here, with more parameters).
 """
 

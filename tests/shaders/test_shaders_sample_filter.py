@@ -50,7 +50,7 @@ def test_filters_run_clean_when_checked() -> None:
 
 
 def test_logits_without_a_number_end_in_a_cut_that_keeps_nothing_new(run_call: RunCall) -> None:
-    """A flagged step: whatever the result, the kernel ends and `advance` reports the step."""
+    """A flagged step: whatever the result, the kernel ends and ``advance`` reports the step."""
     y = np.full(100, np.nan, np.float32)
     y[3] = 1
     assert sample_filter(run_call, y, top_p=0.5).sum() <= 1

@@ -3,7 +3,7 @@
 
 The stand-in refuses commands that were not recorded, pipelines that were not made for it and buffers that are not
 resident; nothing but fences orders what indirect command buffers use.  Not handled: whole models
-(test_metal_replay_engine.py); whether it is faster, which `lily tune` measures on a Mac.
+(test_metal_replay_engine.py); whether it is faster, which ``lily tune`` measures on a Mac.
 """
 
 from __future__ import annotations

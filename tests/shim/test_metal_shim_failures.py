@@ -45,6 +45,19 @@ def test_a_failed_command_buffer_tells_cause_place_and_remedy(case: str, metal: 
     assert work.device.wait(work.device.submit([recorded])), "later work may succeed"
 
 
+def test_a_failure_is_that_of_its_submission_alone(metal: Standin, work: Work) -> None:
+    """Of 64 submissions each has a record; the second that fails here has the first one's."""
+    recorded = work.record(dispatch())
+    for number in range(1, 140):
+        metal.set(fail_submission=number if number in (2, 66) else 0)
+        ticket = work.device.submit([recorded])
+        if number in (2, 66):
+            with pytest.raises(DeviceError, match="reported an error"):
+                work.device.wait(ticket)
+        else:
+            assert work.device.wait(ticket)
+
+
 LOSSES = {
     "revoked": (4, "Ignored (for causing prior/excessive GPU errors)", "start the program again"),
     "not permitted": (7, "Insufficient Permission", "--device cpu"),

@@ -49,6 +49,40 @@ def test_a_list_is_one_concurrent_encoder_with_barriers_only_where_the_plan_has_
     assert sent(metal) == ["encoder", "dispatch", "dispatch", "barrier", "dispatch", "dispatch", "commit"]
 
 
+def test_each_dispatch_runs_its_own_kernel(metal: Standin, opened: Open, tmp_path: Path) -> None:
+    source = tmp_path / "two.metal"
+    source.write_text("kernel void copy() {}\nkernel void swiglu() {}\n")
+    w = Work(opened(source=source))
+    assert kernels_of(metal, w, w.record(dispatch(), other(), other(), dispatch())) == [
+        "copy", "swiglu", "swiglu", "copy",
+    ]  # fmt: skip
+    w.close()
+
+
+def test_lists_grow_with_dispatches_of_different_sizes(metal: Standin, opened: Open, tmp_path: Path) -> None:
+    """With 3 and 4 bindings a dispatch, every place at which a list's memory can end is met."""
+    source = tmp_path / "two.metal"
+    source.write_text("kernel void copy() {}\nkernel void swiglu() {}\n")
+    w = Work(opened(source=source))
+    for others in range(1, 14):
+        recorded = w.record(*[other()] * others, *[dispatch()] * 23)
+        assert kernels_of(metal, w, recorded) == ["swiglu"] * others + ["copy"] * 23
+    w.close()
+
+
+def other() -> Dispatch:
+    """Another kernel than ``dispatch``'s, of one more argument."""
+    views = tuple(View(buffer, 0, BYTES) for buffer in "abc")
+    return replace(dispatch(), kernel=KERNELS["swiglu"], views=views, params=(1, 256))
+
+
+def kernels_of(metal: Standin, w: Work, recorded: CommandList) -> list[str]:
+    """What runs when a list is submitted."""
+    start = len(metal.journal)
+    w.device.wait(w.device.submit([recorded]))
+    return [line.split()[1] for line in metal.journal[start:] if line.startswith("dispatch ")]
+
+
 def test_lists_of_one_submission_share_a_command_buffer_with_a_barrier_between(metal: Standin, work: Work) -> None:
     first, second = work.record(dispatch()), work.record(dispatch(), dispatch(barrier=True))
     work.device.wait(work.device.submit([first, second]))

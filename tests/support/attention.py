@@ -36,7 +36,7 @@ class Shape:
 
 
 class Layer:
-    """Weights of one layer and `rows` projected rows whose first stands at `position`, behind a random cache."""
+    """Weights of one layer and ``rows`` projected rows whose first stands at ``position``, behind a random cache."""
 
     def __init__(self, shape: Shape, position: int, rows: int, seed: int = 0, plain: bool = False) -> None:
         r = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ def prepared(layer: Layer) -> tuple[Array, Array, Array]:
 
 
 def attend(q: Array, k: Array, v: Array, position: int) -> Array:
-    """softmax(q·kᵀ/√D)·v in float64 over the bf16 cache; q [rows, Hq, D] from `position` on."""
+    """softmax(q·kᵀ/√D)·v in float64 over the bf16 cache; q [rows, Hq, D] from ``position`` on."""
     rows, hq, dim = q.shape
     k, v = (np.repeat(from_bf16(x[: position + rows]).astype(float), hq // x.shape[1], 1) for x in (k, v))
     s = np.einsum("mhd,nhd->mhn", q.astype(float), k) / np.sqrt(dim)

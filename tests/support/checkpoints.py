@@ -40,7 +40,7 @@ class Tensor:
 
 @dataclass
 class Draft:
-    """A checkpoint in memory, to edit and write. `index` None: no index is written; "auto": it matches the shards."""
+    """A checkpoint in memory, to edit and write. ``index`` None: no index is written; "auto": it matches the shards."""
 
     config: dict[str, Any]
     shards: dict[str, list[Tensor]]
@@ -65,7 +65,7 @@ class Draft:
         return result
 
     def edit(self, change: Callable[[Tensor], Iterable[Tensor]]) -> Draft:
-        """Replace every tensor by what `change` returns for it."""
+        """Replaces every tensor by what ``change`` returns for it."""
         self.shards = {name: [new for old in tensors for new in change(old)] for name, tensors in self.shards.items()}
         return self
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `lily` commands: in a process of their own, or in this one where they are expected to fail."""
+"""Runs ``lily`` commands: in a process of their own, or in this one where they are expected to fail."""
 
 from __future__ import annotations
 

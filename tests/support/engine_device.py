@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices that the engine's tests run on: a pytest plugin (conftest.py) with the fixture `device`.
+"""The devices that the engine's tests run on: a pytest plugin (conftest.py) with the fixture ``device``.
 
 Every test of the engine runs once on each device that LILY_DEVICE names, "cpu,metal" without it. On a Mac metal is the
 GPU; elsewhere it is the real shim on the stand-in for Metal, with the shaders run by the emulator (tests/metal/).
@@ -8,8 +8,9 @@ GPU; elsewhere it is the real shim on the stand-in for Metal, with the shaders r
         with open_engine(TINY) as engine:                     # on the device of this test
             steps = device.pick(full=100, emulated=8)
 
-Marks: `only_on(name, reason)` leaves a test out on all other devices; `sweep` makes it part of `make test-full` only
-where kernels are emulated. `@on_paths(*isa_paths())` runs a test on every instruction-set path of the cpu device.
+Marks: ``only_on(name, reason)`` leaves a test out on all other devices; ``sweep`` makes it part of ``make test-full``
+only where kernels are emulated. ``@on_paths(*isa_paths())`` runs a test on every instruction-set path of the cpu
+device.
 
 Not handled: opening engines (engine_harness.py); what the stand-in can do (metal/standin.h).
 """
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Target:
-    """Where a test runs; `isa` is a path of the cpu device, None for the best one."""
+    """Where a test runs; ``isa`` is a path of the cpu device, None for the best one."""
 
     name: str
     isa: str | None = None
@@ -84,7 +85,7 @@ def isa_paths() -> list[str]:
 
 
 def paths(*isas: str) -> list[Target]:
-    """The chosen devices, the cpu on each of `isas`."""
+    """The chosen devices, the cpu on each of ``isas``."""
     return [path for d in chosen() for path in ([Target("cpu", i) for i in isas] if d.name == "cpu" else [d])]
 
 
@@ -92,7 +93,7 @@ _current = Target("cpu")
 
 
 def current() -> Target:
-    """The device of the running test; the cpu for a test that does not ask for `device`."""
+    """The device of the running test; the cpu for a test that does not ask for ``device``."""
     return _current
 
 
@@ -104,7 +105,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", params=chosen(), ids=str)
 def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """The device on which `open_engine` opens engines."""
+    """The device on which ``open_engine`` opens engines."""
     if request.param.emulated:
         with _emulated(tmp_path_factory.mktemp("metal")):
             yield request.param
@@ -145,7 +146,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sweep: `full` where kernels are emulated")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest takes out what is `full`
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what is ``full``
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     elsewhere = {item for item in items if _says_nothing(item)}
     if elsewhere:
@@ -183,7 +184,7 @@ def cpu_only(reason: str) -> pytest.MarkDecorator:
 
 
 def sweep(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Values of a parameter, of which only `kept` are tried where kernels are emulated; the full test has all."""
+    """Values of a parameter, of which only ``kept`` are tried where kernels are emulated; the full test has all."""
     values = list(values)
     assert all(k in values for k in kept)
     return [v if v in kept else pytest.param(*_tuple(v), marks=pytest.mark.sweep) for v in values]

@@ -15,14 +15,18 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from engine_device import current
 from paths import DATA
 
+from lily.checkpoint.config import ModelConfig
+from lily.device.device import Buffer, Device
 from lily.engine import Completion, Engine
 from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.policy import POLICIES
+from lily.run.budget import SNAPSHOTS
 from lily.run.reply import Reply
 from lily.run.runner import Runner
 from lily.run.sequence import Sequence
@@ -46,7 +50,7 @@ FLIPPED_ROWS = 0.1  # share of all rows, of which a third are near a tie
 CLEAR_LEAD = 0.2  # of the best logit over the next one: rounding moves lily-tiny's logits by 0.02 on average
 
 
-SPLIT = 64  # tokens of the prompt in golden `prefill64_then_decode_logits`
+SPLIT = 64  # tokens of the prompt in golden ``prefill64_then_decode_logits``
 
 
 @cache
@@ -117,8 +121,40 @@ def current_state(engine: Engine) -> bytes:
     return b"".join(part.tobytes() for part in parts)
 
 
+@contextmanager
+def device_buffers() -> Iterator[list[Buffer]]:
+    """Every device buffer that is made meanwhile."""
+    made: list[Buffer] = []
+    new = Device.buffer
+    with mock.patch.object(Device, "buffer", lambda device, nbytes: made.append(new(device, nbytes)) or made[-1]):
+        yield made
+
+
+def memory_when_full(engine: Engine, made: abc.Sequence[Buffer]) -> int:
+    """Bytes that an engine, whose buffers are ``made``, needs at most: its context full, the largest lists in use.
+
+    What ``score`` gives is left out, as from the sum that decides how much fits; snapshots lie in the host's memory.
+    """
+    tokens, top = engine.max_context, 4
+    engine.score([1] * tokens, top)
+    engine.generate([1] * (tokens // 2), max_tokens=tokens, ignore_eos=True)
+    rows = POLICIES[engine.info["device"]["name"]].buckets[-1]
+    results = rows * 4 * (3 + 2 * top)  # log-probability, flag and target; best ids and theirs
+    state = sum(b.nbytes for b in made if b.handle) - results
+    return state + SNAPSHOTS * state_bytes(engine.config)
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Of one state slot on the running test's device: convolution rows and recurrent state of every GDN layer."""
+    width = 4 if POLICIES[current().name].act == "f32" else 2
+    conv = (config.conv_kernel - 1) * config.conv_dim * width
+    recurrent = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
+    layers = len(config.layer_types) - len(kv_layers(config))
+    return layers * sum(-(-part // 256) * 256 for part in (conv, recurrent))
+
+
 def force(reply: Reply, token: int) -> None:
-    """Makes `token` the input of the next decode step. Nothing may be in flight: Engine(ablate=["handoff"])."""
+    """Makes ``token`` the input of the next decode step. Nothing may be in flight: Engine(ablate=["handoff"])."""
     assert not reply._pipeline.in_flight
     reply.sequence.array("ids", np.int32)[0] = token
     reply.sequence.array("history", np.int32)[len(reply.sequence.tokens)] = token
@@ -126,9 +162,9 @@ def force(reply: Reply, token: int) -> None:
 
 
 def forced_logits(engine: Engine, tokens: abc.Sequence[int], split: int, cuts: Iterable[int] = ()) -> Array:
-    """Logits after each of the tokens from number `split` on, [len(tokens) - split + 1, vocab].
+    """Logits after each of the tokens from number ``split`` on, [len(tokens) - split + 1, vocab].
 
-    The first `split` tokens are the prompt, run in chunks with edges at `cuts`; the others go through decode steps.
+    The first ``split`` tokens are the prompt, run in chunks with edges at ``cuts``; the others go through decode steps.
     """
     runner, sequence = runner_of(engine), sequence_of(engine)
     sequence.reset()
@@ -161,9 +197,9 @@ def assert_same_logits(got: Array, want: Array) -> None:
 
 
 def assert_rounded_logits(got: Array, want: Array, leads: Array, bounds: tuple[float, float]) -> None:
-    """Holds rows of logits to exact ones up to rounding: at most and on average `bounds`.
+    """Holds rows of logits to exact ones up to rounding: at most and on average ``bounds``.
 
-    But for rows in which rounding may change the choice of experts: where these are nearer to a tie (`leads`).
+    But for rows in which rounding may change the choice of experts: where these are nearer to a tie (``leads``).
     """
     clear, error = leads >= NEAR_TIE, np.abs(got - want)
     assert 0.5 < clear.mean() < 1  # otherwise the lines below say little

@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass
 class Layer:
-    """Weights and state of one layer, and `rows` projected rows."""
+    """Weights and state of one layer, and ``rows`` projected rows."""
 
     shape: Shape
     proj: Array

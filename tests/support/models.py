@@ -61,14 +61,14 @@ def _two_layers() -> Path:
 
 
 def all_experts(folder: Path) -> Path:
-    """`tiny_model`, every expert of which is active: no rounding can change a choice among them."""
+    """``tiny_model``, every expert of which is active: no rounding can change a choice among them."""
     draft = Draft.load(tiny_model())
     draft.text_config["num_experts_per_tok"] = draft.text_config["num_experts"]
     return draft.write(folder)
 
 
 def edit_floats(draft: Draft, name: str, change: Callable[[Array], None]) -> Draft:
-    """Lets `change` edit, in place, the BF16 tensor whose name ends with `name`, as float32."""
+    """Lets ``change`` edit, in place, the BF16 tensor whose name ends with ``name``, as float32."""
     hits: list[str] = []
 
     def edited(tensor: Tensor) -> list[Tensor]:
@@ -91,9 +91,9 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []  # kept until the process 
 
 
 def model_config(**sizes: Any) -> dict[str, Any]:
-    """A config.json of real head sizes: GDN layers with every `full_attention_interval`th one full attention.
+    """A config.json of real head sizes: GDN layers with every ``full_attention_interval``th one full attention.
 
-    `overrides` maps module names, as in "layers.0.mlp.gate", to {"bits": …, "group_size": …}.
+    ``overrides`` maps module names, as in "layers.0.mlp.gate", to {"bits": …, "group_size": …}.
     """
     overrides = sizes.pop("overrides", {})
     bits, group = sizes.pop("bits", 4), sizes.pop("group_size", 64)

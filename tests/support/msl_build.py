@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles shaders and the emulator, and keeps the results in build/msl by the hash of everything that went in.
 
-Not handled: cleaning the cache (`make clean` removes it); which compiler (msl_compiler.py).
+Not handled: cleaning the cache (``make clean`` removes it); which compiler (msl_compiler.py).
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ def kernels(s: Survey) -> Findings:
                     buffers[int(spelled(a[2:-1]))] = without_attributes(p)
         wanted = [a.name for a in row.args] + (["p"] if row.params else [])
         have = [buffers[i][-1].text for i in sorted(buffers)]
-        # `act` is the type of activations in shaders, so no argument can be called that.
+        # ``act`` is the type of activations in shaders, so no argument can be called that.
         same = all(h == w or w == "act" for h, w in zip(have, wanted[: len(row.args)], strict=False))
         if sorted(buffers) != list(range(len(wanted))) or not same:
             yield at, f"kernel {f.name} takes the buffers {', '.join(have)}; the kernel table says {', '.join(wanted)}"

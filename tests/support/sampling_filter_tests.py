@@ -80,10 +80,27 @@ def test_top_k_is_exact(run_call: RunCall, top_k: int) -> None:
     np.testing.assert_array_equal(sample_filter(run_call, y, top_k=top_k), kept_by(y, top_k=top_k)[0])
 
 
+def test_of_many_equal_values_the_lowest_ids_are_kept(run_call: RunCall) -> None:
+    y = np.zeros(3000, np.float32)
+    for top_k in (1, 31, 32, 33, 64, 65, 1000, 2049, 2999):
+        np.testing.assert_array_equal(np.flatnonzero(sample_filter(run_call, y, top_k=top_k)), np.arange(top_k))
+
+
 def test_top_k_far_below_the_maximum(run_call: RunCall) -> None:
     y = normal_logits(4000, 1)
     y[77] = 500
     for top_k in (1, 2, 3000):
+        np.testing.assert_array_equal(sample_filter(run_call, y, top_k=top_k), kept_by(y, top_k=top_k)[0])
+
+
+@pytest.mark.parametrize("top", [10.3, 8.7, 15.9])
+def test_top_k_at_the_edges_of_buckets(run_call: RunCall, top: float) -> None:
+    """Ids are counted by their distance from the greatest in steps of 1/128: here they lie on both sides of edges."""
+    top = np.float32(top)
+    edges = np.array([top - np.float32(b / 128) for b in range(1000, 1300, 7)], np.float32)
+    infinity = np.float32(np.inf)
+    y = np.concatenate([[top], np.nextafter(edges, infinity), edges, np.nextafter(edges, -infinity)], dtype=np.float32)
+    for top_k in range(1, len(y)):
         np.testing.assert_array_equal(sample_filter(run_call, y, top_k=top_k), kept_by(y, top_k=top_k)[0])
 
 

@@ -2,7 +2,7 @@
 """Tests of the sampling kernels: penalties, the random draw, log-probabilities and the hand-over to the next step.
 
 test_cpu_sample.py and test_shaders_sample.py import them all and say on what they run with two fixtures:
-`run_call` runs a Call and returns what it wrote, `slack` is a factor for tight tolerances.
+``run_call`` runs a Call and returns what it wrote, ``slack`` is a factor for tight tolerances.
 Expected values: float64 and sorting in numpy; mlx-lm's definitions of the penalties; the random numbers of
 sampling_calls.py, which test_cpu_sample.py holds to published ones.
 Not handled: the filters (sampling_filter_tests.py).

@@ -19,7 +19,7 @@ REAL = Shape()
 
 
 def layer_of(shape: Shape, position: int, seed: int = 0) -> Layer:
-    """A layer whose projected row bf16 can hold, behind `position` random rows of cache."""
+    """A layer whose projected row bf16 can hold, behind ``position`` random rows of cache."""
     layer = Layer(shape, position, 1, seed)
     layer.proj = bf16(layer.proj).astype(np.float32)
     return layer

@@ -59,7 +59,7 @@ def check_step(layer: Layer, **options: Any) -> Run:
 
 
 def conv_call(layer: Layer, *, parts: int = 0, spare: int = 0, simdgroups: int = 0) -> Call:
-    """`spare` rows beyond Step.rows; `parts` of the rows in the grid, as many as rows if 0."""
+    """``spare`` rows beyond Step.rows; ``parts`` of the rows in the grid, as many as rows if 0."""
     s, rows = layer.shape, len(layer.proj)
     m = rows + spare
     padded = np.concatenate([layer.proj, np.full((spare, s.pitch), np.nan, np.float32)])

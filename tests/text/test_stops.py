@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lily.errors import InvalidRequestError
-from lily.text.stops import MAX_STOP_CHARS, MAX_STOPS, StopMatcher, check_stops, stop_ids
+from lily.sampling import MAX_STOP_CHARS, MAX_STOPS, check_stops
+from lily.text.stops import StopMatcher, stop_ids
 
 
 def cut_whole(text: str, stops: Iterable[str]) -> tuple[str, bool]:

@@ -170,6 +170,9 @@ def test_embedded_tokenizer_agrees_with_its_generation_config() -> None:
     assert embedded().eos_ids == (ids[0],)
     assert [embedded().token_bytes[id] for id in ids] == [b"<|im_end|>", b"<|endoftext|>"]
     assert embedded().special_ids.issuperset(ids)
+    mixed = [*ids, *embedded().encode("a"), ids[0]]
+    assert embedded().decode(mixed) == "<|im_end|><|endoftext|>a<|im_end|>"
+    assert embedded().decode(mixed, skip_special_tokens=True) == "a"
 
 
 def test_control_tokens_in_a_templated_prompt_are_recognised() -> None:

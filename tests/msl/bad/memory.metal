@@ -47,6 +47,18 @@ kernel void threadgroup_pointer(device float *o [[buffer(0)]], uint tid [[thread
 }
 
 // expect: bounds  1 x 32
+kernel void threadgroup_neighbour(device float *o [[buffer(0)]], uint tid [[thread_index_in_threadgroup]]) {
+    threadgroup float s[32];
+    threadgroup float t[32];
+    threadgroup float *p = s;
+    t[tid] = 1;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    p[tid + 1] = 1;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    o[tid] = t[31 - tid];
+}
+
+// expect: bounds  1 x 32
 kernel void private_array(device float *o [[buffer(0)]], uint tid [[thread_index_in_threadgroup]]) {
     float a[4] = {0, 1, 2, 3};
     o[tid] = a[tid % 5];
