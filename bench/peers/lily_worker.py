@@ -21,7 +21,7 @@ def main() -> None:
     for line in sys.stdin:
         prompt, steps = json.loads(line)
         ids = [i * 2654435761 % 2**32 % vocab for i in range(prompt)]
-        engine._runner.reset()
+        engine._sequence.reset()
         stream = engine.stream(ids, max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
         begin = time.perf_counter()
         next(stream)

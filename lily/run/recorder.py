@@ -43,6 +43,7 @@ class Recorder:
         self.buffers: dict[str, Buffer] = {}
         self._plans: dict[Key, Plan] = {}
         self._recorded: dict[tuple[Sequence, Key], Pair] = {}
+        self._dropped: list[CommandList] = []  # not free yet
         try:
             for name, size in shared_buffers(config, policy).items():
                 self.buffers[name] = device.buffer(size)
@@ -111,11 +112,13 @@ class Recorder:
     def forget(self, sequence: Sequence | None = None) -> None:
         """Frees the lists of ``sequence``, or all. None of their submissions may be unfinished.
 
-        A list is out of reach before it is freed: what breaks in (Ctrl-C) may lose its memory, and no request.
+        A list is out of reach before it is freed: what breaks in (Ctrl-C) leaves the rest for the next call.
         """
         for place in [place for place in self._recorded if sequence in (None, place[0])]:
-            for item in self._recorded.pop(place):
-                item.free()
+            self._dropped += self._recorded.pop(place)
+        while self._dropped:
+            self._dropped[-1].free()
+            self._dropped.pop()
 
     def reserve_kv(self, sequence: Sequence, tokens: int) -> None:
         """Grows the KV cache of ``sequence`` to hold ``tokens``; lists that name the old one are dropped.

@@ -172,7 +172,7 @@ def test_an_interrupt_before_the_reply_begins_stops_the_reply_and_not_the_chat(
         return render(self, messages, **rest)
 
     def request(self: lily.Engine, prompt: list[int], sampling: dict[str, Any], *_: Any) -> Any:
-        return lambda control: (lily.StreamChunk("ok") for _ in range(1) if not control.cancelled.is_set())
+        return lambda control: (lily.StreamChunk("ok") for _ in range(1) if not control.cancelled)
 
     monkeypatch.setattr("lily.Engine.render_chat", interrupted)
     monkeypatch.setattr("lily.Engine.request", request)

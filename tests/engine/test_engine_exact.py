@@ -280,7 +280,7 @@ def test_one_token_reply_between_two_departures(warm, cold_engine):
     reply = check(warm, cold_engine, first, tokens=6).token_ids
     longer, at = [*first, *reply, *random_tokens(6, 3)], len(first) + len(reply) - 1
     for keep in range(at + 1, at - 4, -1):
-        runner_of(warm).reset()
+        sequence_of(warm).reset()
         check(warm, cold_engine, first, tokens=6)
         check(warm, cold_engine, longer, tokens=1)
         check(warm, cold_engine, [*longer[:keep], (longer[keep] + 1) % TEXT_IDS, 7])

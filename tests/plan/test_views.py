@@ -19,11 +19,11 @@ from lily.plan.views import View
 from lily.policy import policy_for
 
 CONFIG = ModelConfig.from_dict(model_config(), "config")
-ROWS, BUCKET, POSITION, CAPACITY = 20, 32, 7, 64
+ROWS, BUCKET, POSITION, KV_TOKENS = 20, 32, 7, 64
 
 
 def builder(rows: int, ablate: str = "") -> Builder:
-    return Builder(CONFIG, policy_for("cpu", [ablate] if ablate else []), rows=rows, capacity=CAPACITY)
+    return Builder(CONFIG, policy_for("cpu", [ablate] if ablate else []), rows=rows, kv_tokens=KV_TOKENS)
 
 
 PLANS = {

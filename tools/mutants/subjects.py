@@ -99,7 +99,7 @@ SUBJECTS = (
     ),
     Subject(
         "runner",
-        ("lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/streaming.py", "lily/session.py"), 12,
+        ("lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/streaming.py", "lily/session.py"), 17,
         {
             "_routing.pyx": ("tests/run",),
             "host_steps.py": (_engine(_ABLATIONS, before="tests/run"),),
