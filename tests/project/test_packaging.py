@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 
 import lily
 
-RUNTIME_DEPENDENCIES = {"click", "jinja2", "numpy", "tokenizers"}
+RUNTIME_DEPENDENCIES = {"click", "jinja2", "numpy", "safetensors", "tokenizers"}
 MAXIMUM_WHEEL_BYTES = 35_000_000
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 LIBRARY_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"

@@ -70,7 +70,7 @@ class EmulatedMetal(Device):
         options: dict[str, object] = {"order": order, "seed": seed, "workers": workers}
         # The cpu's kind: it is handed no shaders, and reads no options from the environment.
         super().__init__("cpu", library=runtime_path(), checked=int(checked), late=int(late), **options)
-        self.name = "emulated metal"
+        self.name = "metal"
 
     def _provide(self, name: bytes, constants: Any, count: int, out: Any) -> int:
         """Compiles a kernel for the device; an error is kept, since none may cross the C code."""
