@@ -305,5 +305,5 @@ def test_a_turn_cannot_begin_in_the_middle_of_another(engine):
 
 def test_a_message_that_is_no_message(engine):
     for message in (None, 5, ["user"]):
-        with pytest.raises(InvalidRequestError, match="the message is .*; allowed: text, or a mapping"):
+        with pytest.raises(InvalidRequestError, match=r"the message is .*; allowed: text, or a mapping"):
             engine.session().send(message)

@@ -54,7 +54,8 @@ def test_every_module_is_collected(pretend: list[str], tmp_path: Path, repositor
     out = run(pretend, tmp_path, repository, "--collect-only")
     modules = {path.name for path in (repository / "tests").rglob("test_*.py")}
     assert modules - set(re.findall(r"^tests/\w+/(test_\w+\.py)::", out, re.MULTILINE)) <= {
-        "test_shaders_mlx.py"
+        "test_editable.py",
+        "test_shaders_mlx.py",
     }  # all full
 
 
