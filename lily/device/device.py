@@ -131,6 +131,12 @@ class Buffer:
             self.bytes = np.empty(0, np.uint8)
 
 
+def free(buffers: dict[str, Buffer]) -> None:
+    """Gives the memory of all ``buffers`` back and forgets them; nothing submitted may still use it."""
+    while buffers:
+        buffers.popitem()[1].free()
+
+
 class CommandList:
     """A recorded plan, to be submitted any number of times."""
 
@@ -204,6 +210,17 @@ class Device:
     def buffer(self, nbytes: int) -> Buffer:
         """New zero-filled shared memory."""
         return Buffer(self, nbytes)
+
+    def buffers(self, sizes: Mapping[str, int]) -> dict[str, Buffer]:
+        """New zero-filled memory of each size, by name. DeviceError: there is no room for all; then none is left."""
+        made: dict[str, Buffer] = {}
+        try:
+            for name, size in sizes.items():
+                made[name] = self.buffer(size)
+        except BaseException:
+            free(made)
+            raise
+        return made
 
     def kernel(self, kernel: Kernel, constants: Iterable[int] = (), threads: int = 0) -> int:
         """Handle of a kernel of the table, specialised; DeviceError if this device has none.

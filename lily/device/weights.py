@@ -22,7 +22,7 @@ from lily.bf16 import bf16_to_f32, f32_to_bf16
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.config import QuantSpec
 from lily.device._pack import pack_rows16
-from lily.device.device import Buffer, Device
+from lily.device.device import Device, free
 from lily.errors import CheckpointError
 from lily.plan.weights_map import Dense, Matrix, WeightsMap, align, matrix_bytes
 
@@ -61,13 +61,7 @@ class Weights:
     def __init__(self, device: Device, weights: WeightsMap) -> None:
         """Buffers for all of ``weights``, zero-filled. DeviceError: there is no memory for them."""
         self.map = weights
-        self.buffers: dict[str, Buffer] = {}
-        try:
-            for name, size in weights.buffers.items():
-                self.buffers[name] = device.buffer(size)
-        except BaseException:
-            self.close()
-            raise
+        self.buffers = device.buffers(weights.buffers)
 
     def load(self, checkpoint: Checkpoint, progress: Progress = lambda n: None) -> None:
         """As ``load_weights``."""
@@ -80,8 +74,7 @@ class Weights:
 
     def close(self) -> None:
         """Gives the memory back; nothing that reads it may be in flight."""
-        while self.buffers:
-            self.buffers.popitem()[1].free()
+        free(self.buffers)
 
 
 class _Loader:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lily.checkpoint.config import ModelConfig
-from lily.device.device import Buffer, CommandList, Device
+from lily.device.device import CommandList, Device, free
 from lily.device.weights import Weights
 from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
 from lily.plan.memory import shared_buffers
@@ -40,16 +40,10 @@ class Recorder:
 
     def __init__(self, device: Device, config: ModelConfig, policy: Policy, weights: Weights) -> None:
         self.device, self.config, self.policy, self.weights = device, config, policy, weights
-        self.buffers: dict[str, Buffer] = {}
+        self.buffers = device.buffers(shared_buffers(config, policy))
         self._plans: dict[Key, Plan] = {}
         self._recorded: dict[tuple[Sequence, Key], Pair] = {}
         self._dropped: list[CommandList] = []  # not free yet
-        try:
-            for name, size in shared_buffers(config, policy).items():
-                self.buffers[name] = device.buffer(size)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def nbytes(self) -> int:
@@ -142,5 +136,4 @@ class Recorder:
     def close(self) -> None:
         """Frees lists and buffers; nothing may be in flight."""
         self.forget()
-        while self.buffers:
-            self.buffers.popitem()[1].free()
+        free(self.buffers)

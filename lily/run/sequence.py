@@ -18,7 +18,7 @@ import numpy as np
 
 from lily import structs
 from lily.checkpoint.config import ModelConfig
-from lily.device.device import Buffer, Device
+from lily.device.device import Buffer, Device, free
 from lily.errors import ContextLengthError
 from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, sequence_buffers
 from lily.policy import Policy
@@ -43,7 +43,6 @@ class Sequence:
         self.tokens: list[int] = []
         self.slot = 0  # the slot that holds the current state
         self.kv_tokens = 0  # tokens that the KV cache holds
-        self.buffers: dict[str, Buffer] = {}
         self._previous = -1  # position of the other slot's state, -1 if it holds none
         self._snapshots: list[_Snapshot] = []
         self._snapshot_limit = snapshots
@@ -52,9 +51,8 @@ class Sequence:
         sizes = {f"{base}.{slot}": small[f"{base}.in"] for base in ("step", "ids") for slot in "AB"}
         sizes |= {f"state.{slot}": state for slot in "AB"}
         sizes |= {n: size for n, size in small.items() if n.split(".")[0] not in SLOTTED and n != "history"}
+        self.buffers = device.buffers(sizes)
         try:
-            for name, size in sizes.items():
-                self.buffers[name] = device.buffer(size)
             self.grow(1)
         except BaseException:
             self.close()
@@ -88,28 +86,22 @@ class Sequence:
         row, used = kv_row_bytes(self.config), len(self.tokens)
         sizes = {f"kv.{layer}.{which}": kv_tokens * row for layer in kv_layers(self.config) for which in "kv"}
         sizes["history"] = sequence_buffers(self.config, self.policy, kv_tokens)["history"]
-        grown: dict[str, Buffer] = {}
+        grown = self.device.buffers(sizes)
+        replaced = {name: self.buffers[name] for name in grown if name in self.buffers}
         try:
-            for name, size in sizes.items():
-                grown[name] = self.device.buffer(size)
-                if name in self.buffers:
-                    old = self.buffers[name].bytes
-                    keep = len(old) if name == "history" else used * row
-                    grown[name].bytes[:keep] = old[:keep]
-        except BaseException:
-            for buffer in grown.values():
-                buffer.free()
+            for name, old in replaced.items():
+                keep = old.nbytes if name == "history" else used * row
+                grown[name].bytes[:keep] = old.bytes[:keep]
+        except BaseException:  # Ctrl-C in a long copy
+            free(grown)
             raise
-        replaced = [self.buffers[name] for name in grown if name in self.buffers]
         self.buffers |= grown
         self.kv_tokens = kv_tokens
-        for buffer in replaced:
-            buffer.free()
+        free(replaced)
 
     def close(self) -> None:
         """Gives the memory back; nothing that uses it may be in flight, and no recorded list name it."""
-        while self.buffers:
-            self.buffers.popitem()[1].free()
+        free(self.buffers)
 
     # ---- tokens
     def append(self, chunk: abc.Sequence[int]) -> None:
