@@ -103,6 +103,7 @@ SUBJECTS = (
         {
             "_routing.pyx": ("tests/run",),
             "host_steps.py": (_engine(_ABLATIONS, before="tests/run"),),
+            "turns.py": ("tests/run/test_turns.py", _engine(_API, _SESSIONS), _METAL_FAULTS),
             "session.py": (_engine(_SESSIONS, _API),),
             "*": (_engine(_API, _LIMITS, _SAMPLING, _EXACT, _SESSIONS, before="tests/run"), _METAL_FAULTS),
         },
@@ -132,7 +133,7 @@ SUBJECTS = (
             "attention*": ("tests/cpu/test_cpu_attention.py", _engine(_EXACT)),
             "gdn*": ("tests/cpu/test_cpu_gdn.py", _engine(_EXACT)),
             "norm.h": ("tests/cpu/test_cpu_norm.py", _engine(_GOLDEN)),
-                        "route.h": ("tests/cpu/test_cpu_route.py", _engine(_GOLDEN)),
+            "route.h": ("tests/cpu/test_cpu_route.py", _engine(_GOLDEN)),
             "*expanded.h": ("tests/cpu/test_cpu_moe.py tests/cpu/test_cpu_matmul.py",),
             "moe*": ("tests/cpu/test_cpu_moe.py", _engine(_EXACT)),
             "probe.h": ("tests/cpu/test_cpu_probe.py",),
