@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from waiting import PATIENCE
 
 from lily.run import turns as turns_module
 from lily.run.turns import Request, Turns
@@ -55,7 +56,7 @@ def test_requests_come_in_the_order_of_their_arrival() -> None:
         futures = [waiting(turns, pool, request, order) for request in requests]
         assert order == []
         turns.leave(held)
-        assert [future.result() for future in futures] == [True] * 5
+        assert [future.result(PATIENCE) for future in futures] == [True] * 5
     assert order == requests
 
 
@@ -67,10 +68,10 @@ def test_one_that_is_cancelled_while_it_waits_leaves_at_once() -> None:
         futures = [waiting(turns, pool, request, order) for request in (first, second)]
         second.cancelled = True
         turns.cancelled(second)
-        assert futures[1].result() is False
+        assert futures[1].result(PATIENCE) is False
         assert order == [second]
         turns.leave(held)
-        assert futures[0].result() is True
+        assert futures[0].result(PATIENCE) is True
 
 
 def test_one_that_is_cancelled_before_it_comes_never_gets_a_turn() -> None:
@@ -103,7 +104,7 @@ def test_a_holder_that_becomes_idle_wakes_the_one_that_is_next() -> None:
             assert not future.done()
         held.__class__ = Idle
         turns.notify()
-        assert future.result() is True
+        assert future.result(PATIENCE) is True
 
 
 def test_one_that_is_gone_without_a_word_holds_up_nobody() -> None:
@@ -140,6 +141,7 @@ def test_what_breaks_in_at_any_line_leaves_the_queue_working(line: int) -> None:
     with held.alive:
         assert turns.enter(held)
         interrupted(Request())
-    thread = threading.Thread(target=take, args=[turns, Request()])
+    thread = threading.Thread(target=take, args=[turns, Request()], daemon=True)
     thread.start()
-    thread.join()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
