@@ -14,13 +14,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from engine_device import Target, sweep
-from engine_harness import current_state, open_engine, policy, sequence_of
+from engine_harness import current_state, failing_at, open_engine, policy, sequence_of
 from models import tiny_model
 from waiting import PATIENCE
 
@@ -162,14 +161,7 @@ def test_a_failure_while_a_stream_is_read_ahead_is_that_streams(tiny, monkeypatc
     want = tiny.generate([1], max_tokens=3, temperature=0).token_ids
     stream = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
     next(stream)
-    following, calls = Reply.next, iter(range(100))
-
-    def failing(self: Reply) -> Any:
-        if next(calls) == 2:
-            raise DeviceError("injected")
-        return following(self)
-
-    monkeypatch.setattr(Reply, "next", failing)
+    monkeypatch.setattr(Reply, "next", failing_at(2))
     assert tiny.generate([1], max_tokens=3, temperature=0).token_ids == want
     assert len([next(stream), next(stream)]) == 2
     with pytest.raises(DeviceError, match="injected"):

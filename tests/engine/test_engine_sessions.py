@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_device import Target, current, sweep
-from engine_harness import current_state, open_engine, sequence_of
+from engine_harness import current_state, failing_at, open_engine, sequence_of
 from models import tiny_model
 
 from lily.engine import Completion, Engine
@@ -233,14 +233,7 @@ def test_refused_request_leaves_the_conversation(engine, bad):
 def test_failed_reply_leaves_the_conversation(engine, monkeypatch):
     """Even when part of it had been shown."""
     session = engine.session()
-    following, calls = Reply.next, iter(range(100))
-
-    def failing(self: Reply) -> Any:
-        if next(calls) == 2:
-            raise DeviceError("injected")
-        return following(self)
-
-    monkeypatch.setattr(Reply, "next", failing)
+    monkeypatch.setattr(Reply, "next", failing_at(2))
     with pytest.raises(DeviceError, match="injected"):
         session.send("Hello!", **greedy())
     assert session.messages == []

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +24,11 @@ from paths import DATA
 from lily.checkpoint.config import ModelConfig
 from lily.device.device import Buffer, Device
 from lily.engine import Completion, Engine
+from lily.errors import DeviceError
 from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.policy import POLICIES
 from lily.run.budget import SNAPSHOTS
-from lily.run.reply import Reply
+from lily.run.reply import Reply, Token
 from lily.run.runner import Runner
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams
@@ -151,6 +152,18 @@ def state_bytes(config: ModelConfig) -> int:
     recurrent = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
     layers = len(config.layer_types) - len(kv_layers(config))
     return layers * sum(-(-part // 256) * 256 for part in (conv, recurrent))
+
+
+def failing_at(call: int) -> Callable[[Reply], Token | None]:
+    """A ``Reply.next`` whose call of that number, from 0 on, fails."""
+    following, calls = Reply.next, count()
+
+    def failing(reply: Reply) -> Token | None:
+        if next(calls) == call:
+            raise DeviceError("injected")
+        return following(reply)
+
+    return failing
 
 
 def force(reply: Reply, token: int) -> None:
