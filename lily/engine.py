@@ -41,7 +41,7 @@ from lily.streaming import (
     Completion,
     Control,
     FinishReason,
-    Pieces,
+    ReplyChunks,
     Stream,
     StreamChunk,
     Timings,
@@ -213,17 +213,18 @@ class Engine:
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
         on_prompt: OnPrompt | None = None, **sampling: Unpack[Sampling],
     ) -> Stream:  # fmt: skip
-        """As ``generate``, in pieces. Closing the stream cancels within one token, or one chunk of the prompt.
+        """As ``generate``, in chunks. Closing the stream cancels within one token, or one chunk of the prompt.
 
-        The request is checked at once; it runs when the first piece is asked for. ``on_prompt`` is called with
-        (tokens of the prompt that are done, tokens in all), first before any is run and then after each chunk.
+        The request is checked at once; it runs when the first chunk is asked for. ``on_prompt`` is called with
+        (tokens of the prompt that are done, tokens in all), first before any is run and then after each chunk; it
+        must not call the engine, which is busy with this request.
         """
         return Stream(self.turns, self.request(prompt, sampling, params, on_prompt))
 
     def request(
         self, prompt: str | Sequence[int], sampling: Mapping[str, Any], params: SamplingParams | None = None,
         on_prompt: OnPrompt | None = None,
-    ) -> Callable[[Control], Pieces]:  # fmt: skip
+    ) -> Callable[[Control], ReplyChunks]:  # fmt: skip
         """A checked request, to be run as a stream's chunks."""
         self._check_open()
         tokens = self._prompt_tokens(prompt)
@@ -356,7 +357,7 @@ class Engine:
     def _run(
         self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], on_prompt: OnPrompt,
         control: Control,
-    ) -> Pieces:  # fmt: skip
+    ) -> ReplyChunks:  # fmt: skip
         with control.alive, self._turn(control) as mine:
             if not mine:
                 return
@@ -378,15 +379,15 @@ class Engine:
             try:
                 on_prompt(len(tokens), len(tokens))
                 while (token := reply.next()) is not None and not control.cancelled:
-                    piece = text.push(token, last=len(text.token_ids) + 1 == limit)
-                    if piece.completion is not None:
+                    reply_chunk = text.push(token, last=len(text.token_ids) + 1 == limit)
+                    if reply_chunk.completion is not None:
                         break
-                    yield piece
+                    yield reply_chunk
                 else:
                     return
             finally:
                 reply.stop()
-        yield piece  # the engine is free before the last piece is read
+        yield reply_chunk  # the engine is free before the last one is read
 
     def skip_ids(self) -> frozenset[int]:
         """Ids without visible text: control tokens, and those that end a reply."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lily.errors import InvalidRequestError, LilyError, show
 from lily.sampling import Sampling, SamplingParams
-from lily.streaming import Completion, Control, Pieces, Stream, StreamChunk
+from lily.streaming import Completion, Control, ReplyChunks, Stream, StreamChunk
 from lily.text.template import checked_options
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ class Session:
         tools: Sequence[Mapping[str, Any]] | None = None, on_prompt: OnPrompt | None = None,
         **sampling: Unpack[Sampling],
     ) -> Stream:  # fmt: skip
-        """As ``send``, in pieces. A reply that is cancelled stays in the conversation as far as it came.
+        """As ``send``, in chunks. A reply that is cancelled stays in the conversation as far as it came.
 
-        The turn begins when its first piece is asked for, and follows the messages that are there then. It is an
+        The turn begins when its first chunk is asked for, and follows the messages that are there then. It is an
         InvalidRequestError to begin one before the one before it has ended. ``on_prompt`` as in ``Engine.stream``.
         """
         turn = _turn_of(message)
         before = deepcopy(self.messages)
 
-        def request() -> Callable[[Control], Pieces]:
+        def request() -> Callable[[Control], ReplyChunks]:
             messages = [*self.messages, turn]
             prompt = self.engine.render_chat(messages, tools=tools, template_kwargs=self.template_kwargs)
             return self.engine.request(prompt, sampling, params, on_prompt)
@@ -70,7 +70,7 @@ class Session:
             lambda control: self._turn(turn, lambda: (checked if self.messages == before else request())(control)),
         )
 
-    def _turn(self, turn: dict[str, Any], begin: Callable[[], Pieces]) -> Pieces:
+    def _turn(self, turn: dict[str, Any], begin: Callable[[], ReplyChunks]) -> ReplyChunks:
         came: list[str] = []
         last: StreamChunk | None = None
         mine = False
@@ -78,8 +78,8 @@ class Session:
             mine = self._replying.acquire(blocking=False)
             if not mine:
                 raise InvalidRequestError("a reply of this conversation is unfinished; read it to its end or close it")
-            with closing(begin()) as pieces:
-                for chunk in pieces:
+            with closing(begin()) as reply:
+                for chunk in reply:
                     came.append(chunk.text)
                     if chunk.completion is None:
                         yield chunk

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request gives back: a reply as it comes, and its pieces."""
+"""What a request gives back: a reply as it comes, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """A piece of a reply as it arrives: text may be empty (inside a character or a possible stop string).
+    """A chunk of a reply as it arrives: text may be empty (inside a character or a possible stop string).
 
     The last chunk has ``finish_reason`` and ``completion``; all texts joined are ``completion.text``.
     """
@@ -69,7 +69,7 @@ class StreamChunk:
     completion: Completion | None = None
 
 
-Pieces = Generator[StreamChunk, None, None]
+ReplyChunks = Generator[StreamChunk, None, None]
 
 
 class Control(Request):
@@ -97,11 +97,11 @@ class Stream(Iterator[StreamChunk]):
     A request that waits for the engine while nobody reads this stream reads it ahead; then they are kept here.
     """
 
-    def __init__(self, turns: Turns, make: Callable[[Control], Pieces]) -> None:
+    def __init__(self, turns: Turns, make: Callable[[Control], ReplyChunks]) -> None:
         """``make`` gives the generator of this stream's chunks, which looks at ``Control.cancelled`` as it goes."""
         self._turns = turns
         self._control = Control(self)
-        self._pieces = make(self._control)
+        self._chunks = make(self._control)
         self._reading = threading.Lock()
         self._ahead: deque[StreamChunk] = deque()
         self._failure: LilyError | None = None  # what ended the reply while it was read ahead
@@ -120,13 +120,13 @@ class Stream(Iterator[StreamChunk]):
 
     def _next(self) -> StreamChunk:
         if self._control.cancelled:
-            self._pieces.close()
+            self._chunks.close()
             raise StopIteration
         if self._ahead:
             return self._ahead.popleft()
         if self._failure is not None:
             raise self._failure
-        return next(self._pieces)
+        return next(self._chunks)
 
     def completion(self) -> Completion:
         """Reads to the end; nobody else can read meanwhile. LilyError: the stream was cancelled."""
@@ -141,7 +141,7 @@ class Stream(Iterator[StreamChunk]):
         if not self._reading.acquire(blocking=False):
             return
         try:
-            chunk = next(self._pieces, None)
+            chunk = next(self._chunks, None)
             if chunk is not None:
                 self._ahead.append(chunk)
         except LilyError as error:
@@ -161,7 +161,7 @@ class Stream(Iterator[StreamChunk]):
         """Cancels; unless another thread is reading, the engine is free for the next request on return."""
         self.cancel()
         with suppress(ValueError):  # it runs in another thread, which will see the flag
-            self._pieces.close()
+            self._chunks.close()
 
     def __enter__(self) -> Self:
         return self

@@ -135,7 +135,7 @@ int lily_open(const char *options, lily_device **out, char *error, size_t error_
 
 int lily_info(lily_device *d, char *out, size_t bytes) {
     @autoreleasepool {
-        const unsigned long long room = [d->gpu recommendedMaxWorkingSetSize];
+        const unsigned long long budget = [d->gpu recommendedMaxWorkingSetSize];
         const char *watchdog = getenv("AGX_RELAX_CDM_CTXSTORE_TIMEOUT");
         pthread_mutex_lock(&d->head.mutex);
         const double slice = d->slice;
@@ -153,7 +153,7 @@ int lily_info(lily_device *d, char *out, size_t bytes) {
             "shaders=%s\nmsl=%s\nmatrix=%s\nlibrary_s=%.3f\npipelines=%u\ncompiled=%u\ncache_hits=%u\nrebuilt=%u\n"
             "compile_s=%.3f\ncache=%s\nreplay=%s\nresidency=%s\nslice_ms=%.0f\nsubmissions=%llu\ncommand_buffers=%llu\n"
             "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=%s\n",
-            text_of([d->gpu name]), family_of(d->gpu), room, (unsigned long long)[d->gpu maxBufferLength],
+            text_of([d->gpu name]), family_of(d->gpu), budget, (unsigned long long)[d->gpu maxBufferLength],
             (unsigned long long)d->allocated, (unsigned long)[d->gpu maxThreadgroupMemoryLength],
             d->from_metallib ? "metallib" : "source", d->language, d->matrix, c.library_s, c.pipelines, c.compiled,
             c.cache_hits, c.rebuilt, c.seconds, cache, d->fence ? "icb" : "encode", d->keep ? "on" : "off", slice * 1e3,
@@ -166,18 +166,18 @@ int lily_info(lily_device *d, char *out, size_t bytes) {
 
 static double gigabytes(uint64_t bytes) { return (double)bytes * 1e-9; }
 
-static int check_room(lily_device *d, uint64_t bytes) {
-    const uint64_t most = [d->gpu maxBufferLength], room = [d->gpu recommendedMaxWorkingSetSize];
+static int check_budget(lily_device *d, uint64_t bytes) {
+    const uint64_t most = [d->gpu maxBufferLength], budget = [d->gpu recommendedMaxWorkingSetSize];
     if (bytes > most)
         return device_fail(LILY_ENOMEM,
             "a buffer of %.2f GB is beyond what one buffer of this GPU may have (%.2f GB); choose a "
             "smaller max_context",
             gigabytes(bytes), gigabytes(most));
-    if (bytes > room || d->allocated > room - bytes)
+    if (bytes > budget || d->allocated > budget - bytes)
         return device_fail(LILY_ENOMEM,
             "%.2f GB more on top of %.2f GB do not fit into the %.2f GB that macOS lets the GPU use; choose a smaller "
             "max_context or model, or raise that limit (sudo sysctl iogpu.wired_limit_mb=MEGABYTES)",
-            gigabytes(bytes), gigabytes(d->allocated), gigabytes(room));
+            gigabytes(bytes), gigabytes(d->allocated), gigabytes(budget));
     return LILY_OK;
 }
 
@@ -201,7 +201,7 @@ int lily_buffer_new(lily_device *d, uint64_t bytes, lily_buffer **out) {
     if (device_forked(d)) return device_lost(d);
     @autoreleasepool {
         const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-        const int code = check_room(d, bytes);
+        const int code = check_budget(d, bytes);
         if (code) return code;
         lily_buffer *b = calloc(1, sizeof *b);
         if (!b) return device_fail(LILY_ENOMEM, "no memory left for a buffer's record");

@@ -22,7 +22,7 @@ static bool grow(void **items, uint32_t *capacity, uint32_t used, uint32_t more,
     return true;
 }
 
-static bool make_room(lily_list *l, uint32_t bindings) {
+static bool ensure_capacity(lily_list *l, uint32_t bindings) {
     uint32_t offsets = l->binding_capacity;
     return grow((void **)&l->dispatch, &l->capacity, l->count, 1, sizeof *l->dispatch) &&
         grow((void **)&l->offsets, &offsets, l->bindings, bindings, sizeof *l->offsets) &&
@@ -50,7 +50,7 @@ static double weight_of(const lily_kernel *k) {
 int record_append(lily_list *l, const lily_kernel *k, id<MTLComputePipelineState> pipeline, const lily_arg *args,
     const void *params, const uint32_t grid[3], const uint32_t threads[3], bool barrier) {
     const kernel_row *row = k->head.row;
-    if (!make_room(l, row->args + 1))
+    if (!ensure_capacity(l, row->args + 1))
         return device_fail(LILY_ENOMEM, "no memory left for dispatch %u of a list", l->count);
     recorded *r = &l->dispatch[l->count++];
     *r = (recorded){

@@ -44,8 +44,8 @@ class Result:
     text: str = ""  # what went wrong, or why it was skipped
     error: float | None = None  # worst
     error_rms: float | None = None
-    limit: float = 0.0
-    limit_rms: float = 0.0
+    tolerance: float = 0.0
+    tolerance_rms: float = 0.0
     failed: Rig | None = None  # the device that gave the error
 
     def document(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Result:
             return found
         return {
             **found, "error": _number(self.error), "error_rms": _number(self.error_rms or 0.0),
-            "limit": self.limit, "limit_rms": self.limit_rms,
+            "tolerance": self.tolerance, "tolerance_rms": self.tolerance_rms,
         }  # fmt: skip
 
 
@@ -103,9 +103,9 @@ def compare(
     got: Mapping[str, Array],
     want: Mapping[str, Array],
     inputs: Mapping[str, Value],
-    limit: Callable[[Arg], Tolerance],
+    tolerance: Callable[[Arg], Tolerance],
 ) -> Result:
-    """Holds written arguments against the reference's; of several, the one that comes nearest to its limit counts."""
+    """Holds written arguments against the reference's; of several, the one nearest to its tolerance counts."""
     closest, result = -1.0, Result(case, "pass")
     for arg in case.tested.kernel.args:
         if not arg.writes:
@@ -118,7 +118,7 @@ def compare(
             if exact:
                 continue
             error, rms, at = _errors(g, w)
-            most, most_rms = limit(arg)
+            most, most_rms = tolerance(arg)
             share = max(error / most, rms / most_rms)
             if share > closest:
                 status = "pass" if share <= 1 else "fail"

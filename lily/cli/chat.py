@@ -188,9 +188,9 @@ class _Conversation:
         self.interrupts.begin()
         with hidden_typing() if self.interactive else nullcontext():
             try:
-                with self.session.stream(message, on_prompt=bar, **arguments) as pieces:
-                    self.interrupts.cancels(pieces.cancel)
-                    for chunk in pieces:
+                with self.session.stream(message, on_prompt=bar, **arguments) as reply:
+                    self.interrupts.cancels(reply.cancel)
+                    for chunk in reply:
                         console.write(chunk.text)
                         completion = chunk.completion
             finally:

@@ -146,10 +146,10 @@ def _reply(
     completion = None
     bar = console.reading()
     try:
-        with engine.stream(tokens, on_prompt=bar, **arguments) as pieces:
+        with engine.stream(tokens, on_prompt=bar, **arguments) as reply:
             if shown:
                 shown.write(beginning)
-            for chunk in pieces:
+            for chunk in reply:
                 if shown:
                     shown.write(chunk.text)
                 completion = chunk.completion or completion

@@ -59,10 +59,10 @@ def device_seconds(rig: Rig, item: CommandList) -> Callable[[], float]:
     return run
 
 
-def limits(rig: Rig) -> tuple[dict[str, Any], str | None]:
+def ceilings(rig: Rig) -> tuple[dict[str, Any], str | None]:
     """(all of the above, why ``rig`` cannot be used any more, if so).
 
-    A limit that cannot be measured is None, its reason under ``problems``.
+    A ceiling that cannot be measured is None, its reason under ``problems``.
     """
     arena = ARENA
     found: dict[str, Any] = {"arena_bytes": arena}

@@ -19,7 +19,7 @@ from lily.device.device import Device
 from lily.device.kinds import choose_device, kind_of
 from lily.device.pipelines import compile_pipelines, pipelines_of
 from lily.doctor import paths
-from lily.doctor.ceilings import greatest, limits
+from lily.doctor.ceilings import ceilings, greatest
 from lily.doctor.generation import generation
 from lily.doctor.measure import measure, share
 from lily.errors import DeviceError, LilyError
@@ -67,8 +67,8 @@ class Examiner:
                     self.device |= paths.opened(self.tested.device)
         except DeviceError as error:
             self.device.setdefault("opened", False)
-            self.given_up = self.device["error"] = str(error)
-            self._problem(f"device {self.name}", str(error), paths.remedy(self.name, str(error)))
+            self.given_up = self.device["error"] = error.full
+            self._problem(f"device {self.name}", error.full, paths.remedy(self.name, error.full))
         finally:
             self.document["kernels"] = list(self.rows.values())
         if not quick and not self.kernels and self.given_up is None:
@@ -158,19 +158,19 @@ class Examiner:
     # ---- measurements
     def _measure(self) -> None:
         self.say("measuring what the machine can do")
-        first, self.given_up = limits(self.tested)
+        first, self.given_up = ceilings(self.tested)
         self.say("measuring every kernel")
         for case in cases(self.name, MEASURED):
-            # What the probes reach is in the limits.
+            # What the probes reach is in the ceilings.
             if case.name in self.rows and not case.kernel.startswith("probe_"):
                 self._measure_case(case, self.rows[case.name])
         second = first
         if self.given_up is None:
-            second, self.given_up = limits(self.tested)
+            second, self.given_up = ceilings(self.tested)
         used = greatest(first, second)
-        self.document["limits"] = {"before": first, "after": second, "used": used}
+        self.document["ceilings"] = {"before": first, "after": second, "used": used}
         for what, text in {**first["problems"], **second["problems"]}.items():
-            self._problem(f"limit {what}", text, _SEND)
+            self._problem(f"ceiling {what}", text, _SEND)
         for row in self.rows.values():
             if row.get("rate", {}).get("status") == "measured":
                 row["rate"]["share"] = share(row["rate"], used)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a kernel is at the real model's shapes, beside the limit that binds it.
+"""How fast a kernel is at the real model's shapes, beside the ceiling that binds it.
 
 A list of one kernel many times, a barrier before each; large arguments are another copy each time, so that they come
 from memory and not from a cache.  Bytes are those of the plan, each once.  Products of many rows are held against the
-matrix limit, everything else that moves enough against the read limit.
+matrix ceiling, everything else that moves enough against the read ceiling.
 Not handled: what overlaps in a whole plan (generation.py); kernels bound by scalar arithmetic, which get no share.
 """
 
@@ -32,7 +32,7 @@ _TIMED = frozenset(
 
 
 def measure(case: Case, rig: Rig) -> dict[str, Any]:
-    """Seconds of a dispatch, bytes or operations a second, and which limit binds it: memory, matrix, or none."""
+    """Seconds of a dispatch, bytes or operations a second, and which ceiling binds it: memory, matrix, or none."""
     too_large = why_no_memory(3 * nbytes(case.tested) + 2 * ceilings.ARENA)
     if too_large:
         return {"status": "skipped", "text": too_large}
@@ -55,12 +55,12 @@ def operations(case: Case) -> int:
 
 
 def share(rate: dict[str, Any], used: dict[str, Any]) -> float | None:
-    """Of a measured rate in the limit that binds it."""
+    """Of a measured rate in the ceiling that binds it."""
     keys = {"memory": ("bytes_per_s", "read_bytes_per_s"), "matrix": ("flop_per_s", "matrix_flop_per_s")}
     if rate.get("bound") not in keys:
         return None
-    value, limit = keys[rate["bound"]]
-    return float(rate[value] / used[limit]) if used[limit] else None
+    value, ceiling = keys[rate["bound"]]
+    return float(rate[value] / used[ceiling]) if used[ceiling] else None
 
 
 def _rates(case: Case, rig: Rig, seconds: float) -> dict[str, Any]:

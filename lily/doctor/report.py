@@ -11,8 +11,8 @@ from lily.units import gb
 
 _NOTES = (
     """check: the kernel's results beside the reference's on the same inputs. error: the worst difference, relative
-    to the number or to the root mean square of the result, whichever is greater; limit: what rounding explains.
-    The root mean square of the differences has a limit too (--json). Integers, and places that must not be
+    to the number or to the root mean square of the result, whichever is greater; tolerance: what rounding explains.
+    The root mean square of the differences has a tolerance too (--json). Integers, and places that must not be
     written, have to be equal.""",
     """time: of one dispatch at the measured shape, by the device's clock: the median of at least 3 lists of 1 to
     256 dispatches, a barrier before each included. Large arguments are another copy each time, so that no cache
@@ -20,10 +20,10 @@ _NOTES = (
     """rate: GB/s are the bytes that the plan says are read and written, each once (10^9 bytes), over the time.
     TFLOP/s count two operations for a multiply-accumulate and none for dequantisation. Kernels bound by the
     start of a dispatch, or by arithmetic that the matrix unit does not do, have no rate.""",
-    """share: of the limit in its better measurement, before and after the kernels. GB/s are held against `read`,
+    """share: of the ceiling in its better measurement, before and after the kernels. GB/s are held against `read`,
     TFLOP/s against `matrix`. More than 100 %: a cache helped, or something else used the machine while the
-    limit was measured.""",
-    """limits: read is one pass over the arena, added up; copy counts bytes read and bytes written; matrix is
+    ceiling was measured.""",
+    """ceilings: read is one pass over the arena, added up; copy counts bytes read and bytes written; matrix is
     products of 64 by 64 by 64 whose operands are in registers or next to them, on the unit that the kernels
     use. level: a dispatch among 256 that wait for each other; dispatch: the same without barriers; submit: from
     the call until a list of one dispatch is reported done.""",
@@ -38,8 +38,8 @@ def render(document: dict[str, Any]) -> str:
     parts = [_machine(document["machine"]), _device(document)]
     if document.get("kernels"):
         parts.append(_kernels(document))
-    if document.get("limits"):
-        parts.append(_limits(document["limits"]))
+    if document.get("ceilings"):
+        parts.append(_ceilings(document["ceilings"]))
     if document.get("generation"):
         parts.append(_generation(document["generation"]))
     parts.append(_problems(document))
@@ -98,7 +98,7 @@ def _device(document: dict[str, Any]) -> list[str]:
 
 def _kernels(document: dict[str, Any]) -> list[str]:
     sizes = list(dict.fromkeys(size for row in document["kernels"] for size in row["checks"]))
-    head = ["kernel", *(f"{size} shape" for size in sizes), "error", "limit"]
+    head = ["kernel", *(f"{size} shape" for size in sizes), "error", "tolerance"]
     timed = any("rate" in row for row in document["kernels"])
     if timed:
         head += ["measured shape", "time", "rate", "share"]
@@ -122,13 +122,13 @@ def _status(check: dict[str, Any]) -> str:
 
 
 def _errors(checks: Sequence[dict[str, Any]]) -> list[str]:
-    """Error and limit of the check that comes nearest to its limit."""
+    """Error and tolerance of the check that comes nearest to its tolerance."""
     known = [c for c in checks if isinstance(c.get("error"), float)]
     if not known:
         exact = any(c.get("status") == "pass" for c in checks)
         return ["0" if exact else "", "0" if exact else ""]
-    worst = max(known, key=lambda c: c["error"] / c["limit"])
-    return [f"{worst['error']:.1e}" if worst["error"] else "0", f"{worst['limit']:.1e}"]
+    worst = max(known, key=lambda c: c["error"] / c["tolerance"])
+    return [f"{worst['error']:.1e}" if worst["error"] else "0", f"{worst['tolerance']:.1e}"]
 
 
 def _rate(rate: dict[str, Any]) -> list[str]:
@@ -154,9 +154,9 @@ def _skipped(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [f"  skipped: {text}: {', '.join(names)}" for text, names in reasons.items()]
 
 
-def _limits(found: dict[str, Any]) -> list[str]:
+def _ceilings(found: dict[str, Any]) -> list[str]:
     before, after = found["before"], found["after"]
-    table = [["limit", "before", "after"]]
+    table = [["ceiling", "before", "after"]]
     for name, key, scale, unit in (
         ("read", "read_bytes_per_s", 1e9, "GB/s"), ("copy", "copy_bytes_per_s", 1e9, "GB/s"),
         ("matrix", "matrix_flop_per_s", 1e12, "TFLOP/s"),
@@ -165,7 +165,7 @@ def _limits(found: dict[str, Any]) -> list[str]:
         table.append([name, *values])
     for name, key in (("level", "level_s"), ("dispatch", "dispatch_s"), ("submit", "submit_s")):
         table.append([name, *(_time(v[key]) if v[key] else "not measured" for v in (before, after))])
-    return [f"Limits, measured over {gb(before['arena_bytes'])}", *(f"  {line}" for line in _columns(table))]
+    return [f"Ceilings, measured over {gb(before['arena_bytes'])}", *(f"  {line}" for line in _columns(table))]
 
 
 def _generation(g: dict[str, Any]) -> list[str]:

@@ -62,9 +62,9 @@ class Fake:
 
     def stream(self, tokens: list[int], *, on_prompt: Any, **sampling: Any) -> lily.Stream:
         Fake.prompt, Fake.asked = self.tokenizer.decode(tokens), sampling
-        return lily.Stream(Turns(), lambda control: self.pieces())
+        return lily.Stream(Turns(), lambda control: self.chunks())
 
-    def pieces(self) -> Iterator[lily.StreamChunk]:
+    def chunks(self) -> Iterator[lily.StreamChunk]:
         timings = lily.Timings(2.0, 3.0, 5.0, 7.0)
         done = lily.Completion("".join(self.texts), [1, 2], self.reason, 10, 2, 4, None, timings, 9)
         for text in self.texts[:-1]:
@@ -256,15 +256,15 @@ def test_a_reply_that_was_cut_off_is_said_to_be(
 def test_text_is_written_as_it_comes(fake: type[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     sink = io.BytesIO()
     seen: list[bytes] = []
-    pieces = Fake.pieces
+    chunks = Fake.chunks
 
     def watched(self: Fake) -> Iterator[lily.StreamChunk]:
-        for chunk in pieces(self):
+        for chunk in chunks(self):
             seen.append(sink.getvalue())
             yield chunk
 
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(Raw(sink)), encoding="utf-8"))
-    monkeypatch.setattr(Fake, "pieces", watched)
+    monkeypatch.setattr(Fake, "chunks", watched)
     assert run(["generate", "-p", "Hi", "--quiet"]) == 0
     assert [*seen, sink.getvalue()] == [b"", b"a ", b"a b\n"]
 

@@ -122,7 +122,7 @@ def test_the_figures_are_explained_in_the_width_there_is(
     lines = capsys.readouterr().out.splitlines()
     assert width - 15 < max(map(len, lines)) <= width
     assert all(
-        any(line.startswith(f"  {figure}:") for line in lines) for figure in ("check", "rate", "share", "limits")
+        any(line.startswith(f"  {figure}:") for line in lines) for figure in ("check", "rate", "share", "ceilings")
     )
 
 
@@ -154,11 +154,11 @@ def test_what_there_is_no_time_to_measure_is_skipped_and_checked_all_the_same(
     assert by_kernel(document) == {"copy": "pass", "gemv_norm": "pass"}
 
 
-def test_what_is_measured_has_units_limits_and_shares(short: None) -> None:
+def test_what_is_measured_has_units_ceilings_and_shares(short: None) -> None:
     document = examine("cpu", sizes=SMALL, kernels=FEW)
     assert document["problems"] == []
     rates = {row["kernel"]: row.get("rate") for row in document["kernels"]}
-    used = document["limits"]["used"]
+    used = document["ceilings"]["used"]
     gemv, gemm = rates["gemv_norm"], rates["gemm"]
     assert gemv["bytes_per_s"] == pytest.approx(gemv["bytes"] / gemv["seconds"])
     assert gemv["share"] == pytest.approx(gemv["bytes_per_s"] / used["read_bytes_per_s"])
@@ -166,7 +166,7 @@ def test_what_is_measured_has_units_limits_and_shares(short: None) -> None:
     assert gemm["share"] == pytest.approx(gemm["flop_per_s"] / used["matrix_flop_per_s"])
     assert rates["probe_level"] is None
     for key in ("level_s", "dispatch_s", "submit_s", "read_bytes_per_s", "copy_bytes_per_s", "matrix_flop_per_s"):
-        assert document["limits"]["before"][key] > 0
+        assert document["ceilings"]["before"][key] > 0
     text = render(document)
     assert "TFLOP/s" in text
     assert "GB/s" in text
@@ -332,7 +332,7 @@ def _put(name: str, at: int, value: float) -> Any:
     ("kernel", "change", "says"),
     [
         ("gemv_norm", _put("y", 5, 3.0), r"y\[5\] is 3, the reference has"),
-        ("gemv_norm", _scale("y", 1.02), r"y\[\d+\] is"),  # the worst error is within its limit, the mean is not
+        ("gemv_norm", _scale("y", 1.02), r"y\[\d+\] is"),  # the worst error is within its tolerance, the mean is not
         ("gemv_norm", _put("y", 5, float("nan")), r"y\[5\] is nan"),
         ("gemv_norm", _put("y", 5, float("inf")), r"y\[5\] is inf"),
         ("gemm", _put("y", -1, 0.0), r"y\[\d+\] is 0.0, the reference has nan"),  # a row beyond the step's
@@ -400,7 +400,7 @@ def test_a_device_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
     assert not document["ok"]
 
 
-def test_a_device_that_does_not_answer_while_limits_are_measured_is_given_up(
+def test_a_device_that_does_not_answer_while_ceilings_are_measured_is_given_up(
     short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, wait, close = Device.submit, Device.wait, Device.close
@@ -431,12 +431,12 @@ def test_a_device_that_does_not_answer_while_limits_are_measured_is_given_up(
     document = examine("cpu", sizes=SMALL)
     assert by_kernel(document) == {"copy": "pass", "rmsnorm": "pass"}
     assert [row["rate"]["text"] for row in document["kernels"]] == ["an earlier kernel did not finish"] * 2
-    before = document["limits"]["before"]
+    before = document["ceilings"]["before"]
     assert before["copy_bytes_per_s"] > 0
     assert [before[name] for name in ("matrix_flop_per_s", "level_s", "dispatch_s", "submit_s")] == [None] * 4
-    assert document["limits"]["after"] == before
+    assert document["ceilings"]["after"] == before
     [problem] = document["problems"]
-    assert problem["what"] == "limit matrix_flop_per_s"
+    assert problem["what"] == "ceiling matrix_flop_per_s"
     assert "did not finish" in problem["text"]
     assert "not measured" in render(document)
     close(hanging[0])
@@ -446,7 +446,7 @@ def test_what_ends_the_measuring_leaves_the_checks_in_the_report(monkeypatch: py
     def fail(_: object) -> None:
         raise DeviceError("gone")
 
-    monkeypatch.setattr(examiner, "limits", fail)
+    monkeypatch.setattr(examiner, "ceilings", fail)
     document = examine("cpu", sizes=SMALL, kernels=["copy"])
     assert by_kernel(document) == {"copy": "pass"}
     assert document["device"]["error"] == "gone"
@@ -682,12 +682,12 @@ def test_a_gpu_that_does_not_open_is_reported_with_cause_and_remedy(
 
 @needs_clang
 def test_metal_figures(emulated: Standin, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits and one kernel; the emulator's figures mean nothing, so any will do."""
+    """Ceilings and one kernel; the emulator's figures mean nothing, so any will do."""
     monkeypatch.setattr(ceilings, "LEVELS", 8)
     monkeypatch.setattr(ceilings, "ARENA", 1 << 20)
     monkeypatch.setattr(ceilings, "_MATRIX_GROUPS", 1)
     monkeypatch.setattr(ceilings, "_SUBMISSIONS", 3)
     document = examine("metal", sizes=SMALL, kernels=["copy"])
     assert document["problems"] == []
-    assert document["limits"]["before"]["level_s"] > 0
+    assert document["ceilings"]["before"]["level_s"] > 0
     assert document["kernels"][0]["rate"]["bytes_per_s"] > 0

@@ -102,7 +102,7 @@ def test_the_embedded_model_writes_a_story() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An examination without kernels, and limits from next to no memory and time."""
+    """An examination without kernels, and ceilings from next to no memory and time."""
     monkeypatch.setattr(ceilings, "ARENA", 4 << 20)
     monkeypatch.setattr(ceilings, "BUDGET", 0.0)
 

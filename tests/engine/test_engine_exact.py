@@ -65,7 +65,7 @@ def run_cut(engine: Engine, tokens: Sequence[int], cuts: Sequence[int]) -> tuple
 
 @pytest.fixture(scope="module")
 def length(device: Target) -> int:
-    """Tokens of a text beyond the largest bucket (512) and two pieces of decode attention (256)."""
+    """Tokens of a text beyond the largest bucket (512) and two splits of decode attention (256)."""
     return device.pick(560, 50)
 
 

@@ -19,8 +19,8 @@ typedef struct {
 
 INLINE void gemm_blocks(
     const product *out, const gemm_rows *r, uint32_t first, uint32_t rows, block_range blocks, cpu_worker *worker) {
-    uint8_t *room = cpu_scratch(worker, sweep_room(out) + 2 * rows * sizeof(float *));
-    const float **x = (const float **)(room + sweep_room(out));
+    uint8_t *scratch = cpu_scratch(worker, sweep_scratch(out) + 2 * rows * sizeof(float *));
+    const float **x = (const float **)(scratch + sweep_scratch(out));
     float **y = (float **)(x + rows);
     for (uint32_t m = 0; m < rows; m++) {
         x[m] = r->x + (first + m) * r->x_pitch;
@@ -29,7 +29,7 @@ INLINE void gemm_blocks(
     int ready;
     const packed in = packed_at(cpu_prepared(worker, first, packed_bytes(&out->w, rows), &ready), rows);
     if (!ready) pack_rows(&out->w, x, &in);
-    sweep_rows(out, blocks.begin, blocks.end, &in, y, room);
+    sweep_rows(out, blocks.begin, blocks.end, &in, y, scratch);
 }
 
 INLINE void gemm_groups(

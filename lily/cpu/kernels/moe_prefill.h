@@ -21,8 +21,8 @@ typedef struct {
 
 INLINE void expert_tile(const product *out, const expert_rows *r, uint32_t tag, uint32_t first, uint32_t rows,
     block_range blocks, cpu_worker *worker) {
-    uint8_t *room = cpu_scratch(worker, sweep_room(out) + 2 * rows * sizeof(float *));
-    const float **x = (const float **)(room + sweep_room(out));
+    uint8_t *scratch = cpu_scratch(worker, sweep_scratch(out) + 2 * rows * sizeof(float *));
+    const float **x = (const float **)(scratch + sweep_scratch(out));
     float **y = (float **)(x + rows);
     for (uint32_t i = 0; i < rows; i++) {
         const size_t place = first + i, order = (uint32_t)r->order[place];
@@ -32,7 +32,7 @@ INLINE void expert_tile(const product *out, const expert_rows *r, uint32_t tag, 
     int ready;
     const packed in = packed_at(cpu_prepared(worker, tag, packed_bytes(&out->w, rows), &ready), rows);
     if (!ready) pack_rows(&out->w, x, &in);
-    sweep_rows(out, blocks.begin, blocks.end, &in, y, room);
+    sweep_rows(out, blocks.begin, blocks.end, &in, y, scratch);
 }
 
 // moe_gemm_gate_up and moe_gemm_down have the same parameters and the same places of arguments.

@@ -102,7 +102,7 @@ SHARED void sweep_row(const product *p, uint32_t begin, uint32_t end, const void
 }
 
 // Bytes that sweep_rows needs for opened blocks; a multiple of 64.
-INLINE size_t sweep_room(const product *p) { return SWEEP_BLOCKS * (p->end == SWIGLU ? 2 : 1) * open_bytes(&p->w); }
+INLINE size_t sweep_scratch(const product *p) { return SWEEP_BLOCKS * (p->end == SWIGLU ? 2 : 1) * open_bytes(&p->w); }
 
 INLINE void sweep_block(
     const product *p, uint32_t block, const uint8_t *opened, const void *panel, uint32_t rows, float *const *y) {
@@ -116,35 +116,35 @@ INLINE void sweep_block(
     for (uint32_t m = 0; m < rows; m++) emit(p, out[m], p->end == SWIGLU ? up[m] : out[m], block, y[m]);
 }
 
-INLINE void open_blocks(const product *p, uint32_t begin, uint32_t end, uint8_t *room) {
+INLINE void open_blocks(const product *p, uint32_t begin, uint32_t end, uint8_t *scratch) {
     const size_t bytes = open_bytes(&p->w);
     if (!bytes) return;
     for (uint32_t b = begin; b < end; b++) {
-        open_block(&p->w, block_at(&p->w, b), room);
-        room += bytes;
+        open_block(&p->w, block_at(&p->w, b), scratch);
+        scratch += bytes;
         if (p->end != SWIGLU) continue;
-        open_block(&p->w, block_at(&p->w, blocks_of(p->n) + b), room);
-        room += bytes;
+        open_block(&p->w, block_at(&p->w, blocks_of(p->n) + b), scratch);
+        scratch += bytes;
     }
 }
 
 // Outputs of blocks [begin, end) for packed rows; y[m] is where row m's outputs begin.
 SHARED void sweep_rows(
-    const product *p, uint32_t begin, uint32_t end, const packed *x, float *const *y, uint8_t *room) {
+    const product *p, uint32_t begin, uint32_t end, const packed *x, float *const *y, uint8_t *scratch) {
     if (x->rows == 1) {
         sweep_row(p, begin, end, x->data, y[0]);
         return;
     }
-    const size_t pitch = panel_pitch(&p->w, x), opened = sweep_room(p) / SWEEP_BLOCKS;
-    if (x->panels == 1) room = NULL; // nothing to be had from opening blocks
+    const size_t pitch = panel_pitch(&p->w, x), opened = sweep_scratch(p) / SWEEP_BLOCKS;
+    if (x->panels == 1) scratch = NULL; // nothing to be had from opening blocks
     tiles_begin();
     for (uint32_t some = begin; some < end; some += SWEEP_BLOCKS) {
         const uint32_t stop = end - some < SWEEP_BLOCKS ? end : some + SWEEP_BLOCKS;
-        if (room) open_blocks(p, some, stop, room);
+        if (scratch) open_blocks(p, some, stop, scratch);
         for (uint32_t i = 0; i < x->panels; i++) {
             const uint32_t first = panel_first(x, i), rows = panel_first(x, i + 1) - first;
             for (uint32_t b = some; b < stop; b++)
-                sweep_block(p, b, room ? room + (b - some) * opened : NULL, x->data + i * pitch, rows, y + first);
+                sweep_block(p, b, scratch ? scratch + (b - some) * opened : NULL, x->data + i * pitch, rows, y + first);
         }
     }
     tiles_end();

@@ -224,7 +224,7 @@ SHARED void tile_one(const quantised *q, const uint8_t *w, const void *panel, la
     tile_any(q, w, 0, 1, panel, 1, out);
 }
 
-// A block that meets many panels may be unpacked once: `room` bytes for it, 0 where it is used as it is.
+// A block that meets many panels may be unpacked once: `scratch` bytes for it, 0 where it is used as it is.
 INLINE size_t open_bytes(const quantised *q) {
 #if TILE_AMX
     if (q->bits == 4) return amx_block_bytes(q);
@@ -233,11 +233,11 @@ INLINE size_t open_bytes(const quantised *q) {
     return 0;
 }
 
-INLINE void open_block(const quantised *q, const uint8_t *w, void *room) {
+INLINE void open_block(const quantised *q, const uint8_t *w, void *scratch) {
 #if TILE_AMX
-    if (q->bits == 4) amx_unpack_block(q, w, room);
+    if (q->bits == 4) amx_unpack_block(q, w, scratch);
 #endif
-    (void)q, (void)w, (void)room;
+    (void)q, (void)w, (void)scratch;
 }
 
 // One block against all rows of a panel; `opened` may be null.
