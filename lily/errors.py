@@ -6,9 +6,24 @@ A message says what was seen, what is allowed, and what to do; the command line 
 
 from __future__ import annotations
 
+MESSAGE_LIMIT = 500
+"""The most characters of a message."""
+
+_END = 200  # of a longer message's characters those that stay at its end, where it says what to do
+_LEFT_OUT = " ... "
+
 
 class LilyError(Exception):
-    """Base class of all of Lily's errors."""
+    """Base class of all of Lily's errors. What it says has at most MESSAGE_LIMIT characters.
+
+    ``full``: the whole message, where the middle of it was left out for that.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        self.full = message
+        beginning = MESSAGE_LIMIT - _END - len(_LEFT_OUT)
+        fits = len(message) <= MESSAGE_LIMIT
+        super().__init__(message if fits else f"{message[:beginning]}{_LEFT_OUT}{message[-_END:]}")
 
 
 class LilyWarning(UserWarning):

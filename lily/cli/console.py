@@ -18,14 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
-from lily.errors import LilyError, LilyWarning
+from lily.errors import MESSAGE_LIMIT, LilyError, LilyWarning
 
 _BAR_WIDTH = 30
 _LEAST_BAR = 8  # a narrower terminal shortens the title instead
 _BAR_SECONDS = 0.1  # between two pictures of the progress bar
 _ASSUMED_WIDTH = 80  # of a terminal that does not say
 _LONG_PROMPT = 256  # tokens to be read; fewer take no time worth showing
-_MESSAGE_LIMIT = 500  # characters of an error; what a user typed may be longer
 
 
 class OutputError(LilyError):
@@ -72,7 +71,7 @@ class Console:
             _say(text)
 
     def error(self, text: str) -> None:
-        _say(f"lily: error: {clip(text, _MESSAGE_LIMIT)}")
+        _say(f"lily: error: {clip(text, MESSAGE_LIMIT)}")
 
     def interrupted(self) -> None:
         """Leaves the line on which the terminal shows ^C."""

@@ -70,7 +70,7 @@ def cpu_remedy(name: str) -> Iterator[None]:
     except DeviceError as error:
         if name != "auto" or not kind_of(choose_device(name)).gpu or "--device cpu" in str(error):
             raise
-        raise DeviceError(f"{error}; to run without the GPU choose the cpu device (--device cpu)") from None
+        raise DeviceError(f"{error.full}; to run without the GPU choose the cpu device (--device cpu)") from None
 
 
 def open_device(name: str, **options: Any) -> Device:

@@ -154,6 +154,17 @@ def test_bad_sampling_values(tiny, sampling, words):
     assert len(str(raised.value)) <= 500
 
 
+def test_a_long_message_keeps_its_beginning_and_what_to_do():
+    cause, remedy = "x" * 460, "; choose another folder"
+    error = DeviceError(cause + "y" * 100 + remedy, again=True)
+    assert error.again
+    assert len(str(error)) == 500
+    assert str(error).startswith("x" * 290)
+    assert str(error).endswith(remedy)
+    assert error.full == cause + "y" * 100 + remedy
+    assert str(InvalidRequestError("z" * 500)) == "z" * 500
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
