@@ -61,25 +61,27 @@ class Kind:
         return {"threads": threads} if self.threads else {}
 
 
-_ALL = (
-    Kind("cpu", "cpu/liblily_cpu", gpu=False, threads=True, variables=("LILY_CPU",)),
-    Kind(
-        "metal", "metal/liblily_metal", gpu=True, systems=("darwin",), shaders=True, own_memory=True,
-        needs="the metal device needs macOS 15 or later on an M1 or later",
-        more_memory="use a smaller model, or let the GPU use more of this Mac's memory "
-        "(sudo sysctl iogpu.wired_limit_mb=MEGABYTES)",
-        options_variable="LILY_METAL",
-        variables=(
-            "LILY_METAL", "LILY_METAL_CAPTURE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "MTL_CAPTURE_ENABLED",
-            "METAL_CAPTURE_ENABLED", "MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION",
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("cpu", "cpu/liblily_cpu", gpu=False, threads=True, variables=("LILY_CPU",)),
+        Kind(
+            "metal", "metal/liblily_metal", gpu=True, systems=("darwin",), shaders=True, own_memory=True,
+            needs="the metal device needs macOS 15 or later on an M1 or later",
+            more_memory="use a smaller model, or let the GPU use more of this Mac's memory "
+            "(sudo sysctl iogpu.wired_limit_mb=MEGABYTES)",
+            options_variable="LILY_METAL",
+            variables=(
+                "LILY_METAL", "LILY_METAL_CAPTURE", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "MTL_CAPTURE_ENABLED",
+                "METAL_CAPTURE_ENABLED", "MTL_DEBUG_LAYER", "MTL_SHADER_VALIDATION",
+            ),
+            tunable=(Option("replay", "encode", "icb"),),
         ),
-        tunable=(Option("replay", "encode", "icb"),),
-    ),
-)  # fmt: skip
-KINDS = {kind.name: kind for kind in _ALL}
+    )
+}  # fmt: skip
 
 # The libraries of this build, by the name of the kind.
-LIBRARIES = {kind.name: _PACKAGE / f"{kind.library}.{_SUFFIX}" for kind in _ALL if kind.here}
+LIBRARIES = {kind.name: _PACKAGE / f"{kind.library}.{_SUFFIX}" for kind in KINDS.values() if kind.here}
 
 
 def kind_of(device: str) -> Kind:
