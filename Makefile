@@ -4,17 +4,20 @@
 # PYTHON chooses the interpreter (the newest of python3.14 ... python3.11 without it), CC the compiler,
 # VENV another virtual environment: make test VENV=/tmp/venv-3.12 PYTHON=python3.12
 # ORDER=random shuffles the tests; the run names the seed, and SEED=n repeats it: make test ORDER=random SEED=3
+# JOBS: processes that share the tests, file by file; by default one for each core, 4 at most.
 PYTHON ?=
 VENV ?= .venv
 PROMPT ?= Once upon a time
 ORDER ?=
 SEED ?=
+JOBS ?= auto
 
 PY := $(VENV)/bin/python
 BASE := $(VENV)/.lily-base$(subst /,-,$(PYTHON))
 DEV := $(VENV)/.lily-dev$(subst /,-,$(PYTHON))
 # The order alone: what tests draw is seeded by the tests.
 SHUFFLED = $(if $(filter random,$(ORDER)),-p randomly --randomly-dont-reset-seed $(if $(SEED),--randomly-seed=$(SEED)))
+SHARED = -n $(JOBS) --maxprocesses=4 --dist loadfile
 C_FILES = $(shell find $(wildcard lily objc_shim shaders tests bench) \( -name '*.[chm]' -o -name '*.metal' \) \
 	! -path 'lily/data/*' ! -name kernel_params.h | LC_ALL=C sort)
 
@@ -63,10 +66,10 @@ run: build
 	@$(PY) -m lily generate --ignore-chat-template --echo -p '$(PROMPT)' --seed 1 --max-tokens 120
 
 test: $(DEV) build
-	@$(PY) -m pytest --durations=15 $(SHUFFLED)
+	@$(PY) -m pytest --durations=15 $(SHARED) $(SHUFFLED)
 
 test-full: $(DEV) build
-	@$(PY) -m pytest --durations=15 -m '' $(SHUFFLED)
+	@$(PY) -m pytest --durations=15 -m '' $(SHARED) $(SHUFFLED)
 
 # MUTANTS: its options, for instance make mutants MUTANTS='--only text --list'
 mutants: $(DEV) build

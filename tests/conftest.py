@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,6 +29,8 @@ pytest.register_assert_rewrite(
 )
 
 _COVERAGE = pytest.StashKey[list[str]]()  # lines about the shaders
+_PARTS = pytest.StashKey[list[Any]]()  # what each process has seen of them, if there are several
+_SEEN = "shader lines"
 
 # Under nohup, or in the background of a script, an interrupt is ignored, in children too; tests send interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,6 +43,10 @@ if not os.access(next(folder for folder in (_cache, *_cache.parents) if folder.e
 # The same examples on every machine: a failure seen once is seen by everyone.
 settings.register_profile("lily", derandomize=True, database=None, deadline=None)
 settings.load_profile("lily")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_PARTS] = []
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,21 +78,35 @@ def real_metadata() -> Path:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A run of all tests fails when they leave out too many lines of the shaders (msl_coverage.py)."""
-    if "msl_build" not in sys.modules:  # no shader ran
+    parts = session.config.stash[_PARTS]  # of the other processes, if there are any
+    if not parts and "msl_build" not in sys.modules:  # no shader ran
         return
     import msl_coverage
 
-    coverage = msl_coverage.measured()
+    own = msl_coverage.of_session(session)
+    if hasattr(session.config, "workeroutput"):  # one of several processes: the first one adds up what they saw
+        session.config.workeroutput[_SEEN] = own
+        return
+    parts = parts or [own]
+    coverage = msl_coverage.measured(parts)
     if coverage is None:
         return
     coverage.write_uncovered()
-    whole = msl_coverage.is_whole(session)
+    whole = any(part["whole"] for part in parts) and not (session.shouldstop or session.shouldfail)
     lines = coverage.lines(table=whole)
     if whole and coverage.share < msl_coverage.MINIMUM:
         lines.append(f"FAILED: that is less than {msl_coverage.MINIMUM:.0%}")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     session.config.stash[_COVERAGE] = lines
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Takes what one of several processes has seen of the shaders."""
+    part = getattr(node, "workeroutput", {}).get(_SEEN)
+    if part:
+        node.config.stash[_PARTS].append(part)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

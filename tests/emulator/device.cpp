@@ -138,13 +138,13 @@ void run_next(lily_device *d) {
     Submission s = d->pending.front();
     d->pending.pop_front();
     d->counts.clear();
-    msl_clear_reports();
     auto start = std::chrono::steady_clock::now();
     for (lily_list *list : s.lists) run_list(d, list);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-    const char *found = msl_reports();
+    const std::string found = msl_reports();
+    msl_clear_reports();
     pthread_mutex_lock(&d->head.mutex);
-    device_finish(&d->head, s.ticket, took.count(), *found ? LILY_EFAILED : LILY_OK, found);
+    device_finish(&d->head, s.ticket, took.count(), found.empty() ? LILY_OK : LILY_EFAILED, found.c_str());
     pthread_mutex_unlock(&d->head.mutex);
 }
 

@@ -43,5 +43,5 @@ def emulated_metal(folder: Path, checked: bool = False, **options: object) -> It
         yield s
     found, left = s.complaints, s.live
     s.reset()
-    assert found == []
-    assert left == before
+    assert found == [], found  # the words, where pytest does not show them
+    assert left == before, (left, before)

@@ -2,7 +2,7 @@
 """Generates <Metal/Metal.h> for Objective-C from metal-cpp, the C++ declarations that Apple publishes (Apache-2.0).
 
 metal-cpp calls Objective-C by selector strings, so method names, types and enum values are all there; this module turns
-them back into protocols and interfaces.  ``python tests/metal/metal_headers.py METAL_CPP_FOLDER OUTPUT_FOLDER``.
+them back into protocols and interfaces.  ``python tests/metal/metal_headers.py METAL_CPP_FOLDER METAL_H``.
 
 Not handled: structures with anonymous unions; nullability, availability and ownership, which metal-cpp does not tell.
 """
@@ -272,16 +272,9 @@ def _pointer(name: str, stars: int, constant: bool) -> str:
     return ("const " if constant and stars else "") + name + (" " + "*" * stars if stars else "")
 
 
-def generate(metal_cpp: Path, target: Path) -> Headers:
-    """Writes ``target``/Metal/Metal.h."""
-    headers = Headers(metal_cpp)
-    (target / "Metal").mkdir(parents=True, exist_ok=True)
-    (target / "Metal" / "Metal.h").write_text(headers.text(), encoding="utf-8")
-    return headers
-
-
 if __name__ == "__main__":
-    made = generate(Path(sys.argv[1]), Path(sys.argv[2]))
+    made = Headers(Path(sys.argv[1]))
+    Path(sys.argv[2]).write_text(made.text(), encoding="utf-8")
     methods = sum(len(c.methods) for c in made.classes.values())
     print(f"{len(made.enums)} enums, {len(made.classes)} classes and protocols, {methods} methods; left out:")
     print("\n".join(f"  {s}" for s in made.skipped))

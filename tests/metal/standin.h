@@ -65,7 +65,7 @@ typedef void *MslEntry;
     X(order, 0)     /* of dispatches between barriers and of unordered command buffers: MSL_FORWARD … */ \
     X(seed, 1) \
     X(checked, 0) /* the kernels are the checked build */ \
-    X(workers, 2) /* host threads of one dispatch */ \
+    X(workers, 1) /* host threads of one dispatch */ \
     X(journal, 0) /* calls are written down */
 
 typedef struct {

@@ -173,5 +173,5 @@ def emulate(s: Standin, checked: bool = False) -> None:
         writable = sum(1 << index for index, readonly in buffers if not readonly)
         return Kernel(library.entry, library.max_threads, writable, sum(1 << index for index, _ in buffers))
 
-    s.set(checked=checked)
+    s.set(checked=checked, workers=msl_harness.HOST_THREADS)
     s.run_kernels(compile, msl_build.runtime())

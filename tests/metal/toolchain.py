@@ -14,11 +14,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+
+from published import publish, publishing
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
@@ -57,11 +60,13 @@ def pip_download(requirement: str, *options: str) -> Path:
     name = requirement.partition("==")[0].replace("-", "_").lower()
     folder = CACHE / "wheels"
     if not (found := sorted(folder.glob(f"{name}-*.whl"))):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        done = subprocess.run([*command, *options, "--dest", str(folder), requirement], capture_output=True, text=True)
-        if done.returncode:
-            raise Missing(f"pip cannot download {requirement}: {done.stderr.strip().splitlines()[-1:]}")
-        found = sorted(folder.glob(f"{name}-*.whl"))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as own:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+            done = subprocess.run([*command, *options, "--dest", own, requirement], capture_output=True, text=True)
+            if done.returncode:
+                raise Missing(f"pip cannot download {requirement}: {done.stderr.strip().splitlines()[-1:]}")
+            found = [wheel.replace(folder / wheel.name) for wheel in sorted(Path(own).glob(f"{name}-*.whl"))]
     return found[-1]
 
 
@@ -73,29 +78,22 @@ def metal_cpp() -> Path:
     target = CACHE / "metal_cpp"
     if not target.exists():
         wheel = pip_download(METAL_CPP_WHEEL, "--platform", "macosx_14_0_arm64")
-        part = CACHE / f"metal_cpp.{os.getpid()}"
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(wheel) as archive, publishing(target) as part:
             prefix = "mlx/include/metal_cpp/"
             for name in archive.namelist():
                 if name.startswith(prefix + "Metal/") and not name.endswith("/"):
                     place = part / name.removeprefix(prefix)
                     place.parent.mkdir(parents=True, exist_ok=True)
                     place.write_bytes(archive.read(name))
-        part.replace(target)
     return target
 
 
 @cache
 def headers() -> Path:
     """A folder with the generated Metal/Metal.h and the kernel table's header."""
-    sys.path.insert(0, str(HERE))
-    from metal_headers import generate
+    from metal.metal_headers import Headers
 
-    sys.path.remove(str(HERE))
-    folder = CACHE / "include"
-    folder.mkdir(parents=True, exist_ok=True)
-    generate(metal_cpp(), folder)
-    return folder
+    return publish(CACHE / "include" / "Metal" / "Metal.h", Headers(metal_cpp()).text()).parents[1]
 
 
 @cache
@@ -103,10 +101,7 @@ def kernel_table() -> Path:
     """A folder with kernel_params.h."""
     from lily.kernels import c_header
 
-    folder = CACHE / "table"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kernel_params.h").write_text(c_header())
-    return folder
+    return publish(CACHE / "table" / "kernel_params.h", c_header()).parent
 
 
 def _hash(files: Iterable[Path], command: Sequence[str]) -> str:
@@ -205,10 +200,9 @@ def objc_headers() -> Path:
     if not (source / "objc.h").exists() or not Path("/usr/include/Block.h").exists():
         raise Missing(NO_GNUSTEP)
     folder = CACHE / "gnustep"
-    (folder / "objc").mkdir(parents=True, exist_ok=True)
     for header in source.glob("*.h"):
-        shutil.copyfile(header, folder / "objc" / header.name)
-    (folder / "objc" / "blocks_runtime.h").write_text("#include <Block.h>\n")
+        publish(folder / "objc" / header.name, header.read_text())
+    publish(folder / "objc" / "blocks_runtime.h", "#include <Block.h>\n")
     return folder
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msl_coverage import TESTS, Coverage, is_whole
+from msl_coverage import TESTS, Coverage, all_lines, is_whole, measured
 
 HALF = Coverage({"a.metal": {1, 2, 3}, "b.h": {7}}, {"a.metal": {2}, "b.h": {7}})
 
@@ -25,6 +25,16 @@ def test_summary_names_the_share_and_with_the_table_each_file() -> None:
     assert head.startswith("line coverage of shaders/: 50.0% (2 of 4;")
     assert [" ".join(line.split()) for line in files] == ["33.3% 1 of 3 a.metal", "100.0% 1 of 1 b.h"]
     assert HALF.lines(table=False) == [head]
+
+
+def test_what_several_processes_saw_is_added_up() -> None:
+    lines = sorted(all_lines()["gdn.metal"])
+    first, second = lines[:3], lines[2:5]
+    others = {"gdn.metal": second, "a test's own": [1]}
+    both = measured([{"ran": {"gdn.metal": first}, "whole": True}, {"ran": others, "whole": True}])
+    assert both is not None
+    assert {file: ran for file, ran in both.ran.items() if ran} == {"gdn.metal": set(lines[:5])}
+    assert both.wanted["gdn.metal"] == set(lines)
 
 
 def _session(left_out: str = "", args: tuple[str, ...] = ("tests",), stop: str = "", **options: Any) -> Any:

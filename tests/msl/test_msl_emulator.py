@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from emulated_device import EMULATOR, missing_tools, zig_cross_compiler
 from emulated_metal import EmulatedMetal
+from msl_build import runtime
 from msl_compiler import the_compiler
 from msl_coverage import executed_lines
 from msl_harness import Call, EmulatorError, Run, bf16, needs_clang, run, run_many
@@ -374,6 +375,14 @@ def test_covered_lines_are_those_that_ran() -> None:
     """
     run("branches", {"o": np.zeros(4, np.int32)}, threads=(1,), source=source, checked=True)
     assert executed_lines()["covered.metal"] == {2, 3, 6, 9}
+
+
+def test_a_report_is_gone_after_the_run_that_made_it() -> None:
+    """A command buffer that runs later, perhaps of another test, would fail of it."""
+    source = "kernel void beyond(device int* o [[buffer(0)]]) { o[1] = 1; }"
+    with pytest.raises(EmulatorError):
+        run("beyond", {"o": np.zeros(1, np.int32)}, threads=(1,), source=source, checked=True)
+    assert runtime().msl_reports() == b""
 
 
 # ---- fibers ---------------------------------------------------------------------------------------------------------

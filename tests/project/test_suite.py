@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from msl_compiler import MISSING, compiler
+from published import publish, publishing
 
 from lily.sampling import SamplingParams
 
@@ -68,7 +70,7 @@ def test_a_seed_chooses_an_order_that_can_be_had_again(repository: Path) -> None
         environment = {k: v for k, v in os.environ.items() if k not in outer}
         command = ["make", "-n", "test", *variables]
         said = subprocess.check_output(command, cwd=repository, env=environment, text=True)
-        return said.splitlines()[-1].partition("--durations=15")[2].split()
+        return said.splitlines()[-1].partition("--dist loadfile")[2].split()
 
     assert of_make() == []
     shuffled = of_make("ORDER=random", "SEED=7")
@@ -76,3 +78,35 @@ def test_a_seed_chooses_an_order_that_can_be_had_again(repository: Path) -> None
     assert first == again
     assert first != plain
     assert sorted(first) == sorted(plain)
+
+
+@pytest.mark.skipif(compiler() is None, reason=MISSING)
+def test_several_processes_cover_what_one_covers(repository: Path) -> None:
+    def of(*options: str) -> list[str]:
+        files = ["tests/shaders/test_shaders_probe.py", "tests/shaders/test_shaders_route.py"]
+        status, out = run_pytest(repository, *files, *options)
+        assert status == 0, out
+        return re.findall(r"^(line coverage of shaders/: .*?;|\d+ passed)", out, re.MULTILINE)
+
+    one = of("-n", "0")
+    assert len(one) == 2
+    assert of("-n", "2", "--dist", "loadfile") == one
+
+
+def test_a_file_of_the_build_folder_appears_whole(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "header.h"
+    publish(file, "one")
+    first = file.open()  # as a compiler that reads it
+    assert publish(file, "one").stat().st_ino == os.fstat(first.fileno()).st_ino
+    assert publish(file, "two").read_text() == "two"
+    assert first.read() == "one"
+    first.close()
+    assert [path.name for path in file.parent.iterdir()] == ["header.h"]
+
+
+def test_of_two_that_fill_a_folder_the_first_counts(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        with publishing(tmp_path / "folder") as part:
+            (part / "file").write_text(text)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert (tmp_path / "folder" / "file").read_text() == "first"

@@ -30,7 +30,7 @@ from engine_harness import (
     log_softmax,
 )
 from models import SMALL, model_config, write_model
-from msl_harness import needs_clang
+from msl_harness import HOST_THREADS, needs_clang
 from reference import DeviceReference
 
 from lily.engine import Engine
@@ -64,8 +64,8 @@ def cpu_engine(model: Path | None) -> Iterator[Engine]:
 
 
 def shaders(model: Path | None, **options: Any) -> Any:
-    """An engine on the emulated shaders; two workers run threadgroups side by side."""
-    return emulated_engine(model, **OPTIONS, workers=2, **options)
+    """An engine on the emulated shaders."""
+    return emulated_engine(model, **OPTIONS, workers=HOST_THREADS, **options)
 
 
 def errors(got: Array, want: Array) -> tuple[float, float]:

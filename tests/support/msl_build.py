@@ -22,6 +22,7 @@ from typing import Any
 
 from msl_compiler import the_compiler
 from paths import TESTS
+from published import publish
 
 from lily.kernels import c_header
 from lily.msl import flatten as flatten_module
@@ -101,12 +102,7 @@ def _headers_hash() -> str:
 
 def _kernel_table() -> Path:
     """A folder with kernel_params.h."""
-    folder = CACHE / "table"
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{os.getpid()}.part"
-    part.write_text(c_header())
-    part.replace(folder / "kernel_params.h")
-    return folder
+    return publish(CACHE / "table" / "kernel_params.h", c_header()).parent
 
 
 @cache

@@ -4,15 +4,18 @@
 Every statement of a shader sets a byte of its library when a checked kernel runs it (lily/msl/host.py).  A line counts
 as covered if any statement that begins on it ran, in any kernel, with any constants, from single kernels and from whole
 models alike.  conftest.py prints ``Coverage.lines()`` and lets a whole run fail below MINIMUM.
-Not handled: unchecked runs, several test processes, branches inside an expression.
+Several processes may share the tests: each tells what it has seen (``of_session``), the first one adds it up.
+Not handled: unchecked runs, branches inside an expression.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 from msl_build import CACHE, loaded_libraries, shader_source, translation
@@ -77,9 +80,24 @@ class Coverage:
         UNCOVERED.write_text("".join(missing))
 
 
-def measured() -> Coverage | None:
-    """The coverage of this session; None if it ran no checked kernel of shaders/."""
-    executed = executed_lines()
+class Part(TypedDict):
+    """What one process has seen, in plain types that go from one to another."""
+
+    ran: dict[str, list[int]]
+    whole: bool
+
+
+def of_session(session: pytest.Session) -> Part:
+    """What the tests of this process ran."""
+    return {"ran": {file: sorted(lines) for file, lines in executed_lines().items()}, "whole": is_whole(session)}
+
+
+def measured(parts: Sequence[Part]) -> Coverage | None:
+    """The coverage of all processes together; None if they ran no checked kernel of shaders/."""
+    executed: Lines = defaultdict(set)
+    for part in parts:
+        for file, numbers in part["ran"].items():
+            executed[file].update(numbers)
     if not executed:
         return None
     shaders = {file: lines for file, lines in all_lines().items() if Path(file).suffix in (".metal", ".h") and lines}
@@ -88,7 +106,7 @@ def measured() -> Coverage | None:
 
 
 def is_whole(session: pytest.Session) -> bool:
-    """Whether the session ran all tests of the shaders, to their end; only then a low coverage says anything."""
+    """Whether the session has all tests of the shaders and runs to its end; only then a low coverage says anything."""
     config = session.config
     chosen = any(config.getoption(name, None) for name in ("keyword", "deselect", "lf", "stepwise"))
     chosen |= config.getoption("markexpr", "") not in ("", "not full")

@@ -58,6 +58,9 @@ from lily.kernels import KERNELS
 from lily.msl.flatten import constant_name
 from lily.msl.preprocess import Resolver
 
+HOST_THREADS = 2 if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1" else 1
+"""On which the emulator runs the threadgroups of a whole model's dispatch: each process has a core, or both."""
+
 __all__ = [
     "ORDERS", "SLACK", "Array", "Call", "EmulatorError", "Run", "backend", "bf16", "matrix_operands", "needs_clang",
     "needs_emulator", "needs_shaders", "request", "run", "run_call", "run_many", "same_result",
@@ -210,7 +213,6 @@ def run_many(
         return _run_on_device(calls, act, metal, poison, own=source is not None or lax or not raises)
     options = {"act": act, "metal": metal, "poison": poison, "source": source}
     memory = _Memory(checked)
-    runtime().msl_clear_reports()
     runtime().msl_device_barrier()
     results = []
     try:
@@ -230,6 +232,7 @@ def run_many(
             result.arrays, result.reports = memory.written(call), reports
     finally:
         memory.free()
+        runtime().msl_clear_reports()  # what runs next, be it a whole model, is not to be blamed for them
     if reports and raises:
         raise EmulatorError(", ".join(dict.fromkeys(c.kernel for c in calls)), reports)
     if recorder is not None:
