@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from lily.sampling import SamplingParams
     from lily.session import Session
-    from lily.streaming import Completion, Stream, StreamChunk, Timings, TokenLogprob
+    from lily.streaming import Completion, Stream, StreamChunk, Timings, TokenLogprob, ToolCall, ToolCallDelta
 
 __all__ = [
     "CheckpointError",
@@ -43,6 +43,8 @@ __all__ = [
     "StreamChunk",
     "Timings",
     "TokenLogprob",
+    "ToolCall",
+    "ToolCallDelta",
     "__version__",
 ]
 
@@ -59,7 +61,15 @@ _HOMES = {
     ),
     "lily.sampling": ("SamplingParams",),
     "lily.session": ("Session",),
-    "lily.streaming": ("Completion", "Stream", "StreamChunk", "Timings", "TokenLogprob"),
+    "lily.streaming": (
+        "Completion",
+        "Stream",
+        "StreamChunk",
+        "Timings",
+        "TokenLogprob",
+        "ToolCall",
+        "ToolCallDelta",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -14,7 +14,9 @@ from typing import Literal, Self
 from lily.errors import LilyError
 from lily.run.turns import Request, Turns
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+"""``stop``: the model ended the reply, or a stop string did. ``length``: a limit cut it. ``tool_calls``: the model
+ended it, and it holds at least one complete call."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,36 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A complete call of a tool. ``arguments``: the text of a JSON object, in the order in which they were written."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A part of call number ``index`` of a reply, as it is written.
+
+    ``id`` and ``name`` come once, with the first part of a call. The ``arguments`` of all parts of one index joined are
+    the ``arguments`` of the finished call. A reply that is cut off inside a call has parts of a call that
+    ``Completion.tool_calls`` has not.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
 class Completion:
     """A finished reply. ``completion_tokens`` counts every sampled token, a final stop id included.
 
-    ``seed``: the one that was used, given or drawn; with it the same request gives the same reply again.
+    ``seed``: the one that was used, given or drawn; with it the same request gives the same reply again. Of a chat
+    ``text`` is the content alone; of a plain prompt it is everything, and there is no ``reasoning`` and no call.
+    ``reasoning``: None if there was none.
     """
 
     text: str
@@ -53,13 +81,16 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     timings: Timings
     seed: int
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StreamChunk:
     """A chunk of a reply as it arrives: text may be empty (inside a character or a possible stop string).
 
-    The last chunk has ``finish_reason`` and ``completion``; all texts joined are ``completion.text``.
+    The last chunk has ``finish_reason`` and ``completion``. All texts joined are ``completion.text``, all reasonings
+    ``completion.reasoning``, and the parts of each complete call that call.
     """
 
     text: str
@@ -67,6 +98,8 @@ class StreamChunk:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 ReplyChunks = Generator[StreamChunk, None, None]
