@@ -176,6 +176,11 @@ class Engine:
         raise TypeError("an engine owns its device's memory: it cannot be copied or pickled")
 
     @property
+    def closed(self) -> bool:
+        """Whether no request can run any more."""
+        return self._closed
+
+    @property
     def info(self) -> dict[str, Any]:
         """What runs: model, device, path, context, memory in bytes, sampling defaults, ablations, notes."""
         c = self.config
@@ -244,17 +249,24 @@ class Engine:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        stream: Literal[True], **sampling: Unpack[Sampling],
+        stream: Literal[True], on_prompt: OnPrompt | None = None, continuation: str = "", **sampling: Unpack[Sampling],
     ) -> Stream: ...  # fmt: skip
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        stream: bool = False, **sampling: Unpack[Sampling],
+        stream: bool = False, on_prompt: OnPrompt | None = None, continuation: str = "", **sampling: Unpack[Sampling],
     ) -> Completion | Stream:  # fmt: skip
-        """The assistant's reply to OpenAI-style ``messages``, rendered with the checkpoint's chat template."""
-        tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
-        return self.stream(tokens, params, **sampling) if stream else self.generate(tokens, params, **sampling)
+        """The assistant's reply to OpenAI-style ``messages``, rendered with the checkpoint's chat template.
+
+        ``on_prompt`` as in ``stream``, ``continuation`` as in ``render_chat``; the reply goes on after it.
+        """
+        tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs, continuation=continuation)
+        reply = self.stream(tokens, params, on_prompt=on_prompt, **sampling)
+        if stream:
+            return reply
+        with reply:
+            return reply.completion()
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from lily._version import __version__
-from lily.cli import chat, doctor, generate, info, plan, pull, tune
+from lily.cli import chat, doctor, generate, info, plan, pull, serve, tune
 from lily.cli.console import Console, OutputError, discard, standard_streams, warnings_as_notes
 from lily.cli.options import in_flags
 from lily.errors import LilyError
@@ -45,7 +45,9 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (generate.generate, chat.chat, plan.plan, info.info, doctor.doctor, pull.pull, tune.tune):
+for command in (
+    generate.generate, chat.chat, serve.serve, plan.plan, info.info, doctor.doctor, pull.pull, tune.tune
+):  # fmt: skip
     cli.add_command(command)
 
 

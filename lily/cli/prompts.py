@@ -16,8 +16,6 @@ from lily.cli.options import utf8
 if TYPE_CHECKING:
     from lily.engine import Engine
 
-_END_THINK = "\n</think>\n\n"
-
 
 def read_prompt(prompt: str | None, positional: str | None, file: str | None) -> str:
     """The prompt from the one place where it is: an option, an argument, a file, or a pipe; ``-`` is standard input.
@@ -66,6 +64,8 @@ def prompt_tokens(
     """``text`` as a user's turn, or as it is where the checkpoint has no template and nothing needs one."""
     if not engine.chat_template.available and not (system or reply or template_config):
         return engine.tokenizer.encode(text)
+    from lily.text.template import reply_start
+
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     tokens = engine.render_chat(messages, template_kwargs=template_config)
@@ -73,19 +73,3 @@ def prompt_tokens(
         return tokens
     start = reply_start(engine.tokenizer.decode(tokens), reply)
     return engine.render_chat(messages, template_kwargs=template_config, continuation=start)
-
-
-def reply_start(prompt: str, reply: str) -> str:
-    """What to put after the rendered ``prompt`` so that the answer, not the reasoning before it, begins with ``reply``.
-
-    A reply that itself opens with <think> continues the reasoning.
-    """
-    from lily.text.template import starts_in_reasoning
-
-    if not starts_in_reasoning(prompt):
-        return reply
-    if reply.startswith("<think>"):
-        return reply.removeprefix("<think>").removeprefix("\n")
-    if "</think>" in reply:
-        return reply
-    return _END_THINK + reply

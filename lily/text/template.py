@@ -48,6 +48,8 @@ NO_TEMPLATE = "no chat template: the prompt is continued as it is"
 MAX_TEMPLATE_BYTES = 1 << 20
 """Bound for a template's text; the 35B model's has 8 KB."""
 TURN_MARKERS = ("<|im_start|>", "<|im_end|>")
+END_THINK = "\n</think>\n\n"
+"""What stands between reasoning and answer."""
 
 
 class ChatTemplate:
@@ -98,6 +100,11 @@ class ChatTemplate:
     @property
     def available(self) -> bool:
         return self._template is not None
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Names of the variables that the template reads beside what Lily hands over by itself."""
+        return self._options - {*SPECIAL_TOKENS, *GIVEN}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -159,10 +166,9 @@ class ChatTemplate:
                 )
         unknown = options.keys() - self._options
         if unknown:
-            known = self._options - {*SPECIAL_TOKENS, *GIVEN}
             warnings.warn(
                 f"the chat template does not mention {_list_of_names(unknown)}, which has no effect; it knows "
-                f"{_list_of_names(known)}",
+                f"{_list_of_names(self.options)}",
                 LilyWarning,
                 stacklevel=3,
             )
@@ -190,6 +196,20 @@ def starts_in_reasoning(prompt: str) -> bool:
     """
     turn = prompt[max(prompt.rfind(marker) for marker in TURN_MARKERS) + 1 :]
     return turn.rfind("<think>") > turn.rfind("</think>")
+
+
+def reply_start(prompt: str, reply: str) -> str:
+    """What to put after the rendered ``prompt`` so that the answer, not the reasoning before it, begins with ``reply``.
+
+    A reply that itself opens with <think> continues the reasoning.
+    """
+    if not starts_in_reasoning(prompt):
+        return reply
+    if reply.startswith("<think>"):
+        return reply.removeprefix("<think>").removeprefix("\n")
+    if "</think>" in reply:
+        return reply
+    return END_THINK + reply
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

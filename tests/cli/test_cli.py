@@ -26,11 +26,11 @@ from waiting import PATIENCE
 import lily
 from lily.cli import run
 from lily.cli.console import Progress, Reading, gigabytes
-from lily.cli.prompts import reply_start
 from lily.device import kinds
 from lily.device.description import described, rows
 from lily.errors import LilyError
 from lily.run.turns import Turns
+from lily.text.template import reply_start
 
 TEMPLATE_START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lily serve``: the model behind OpenAI's endpoints, until Ctrl-C or SIGTERM.
+
+Everything that would make the server useless or unsafe is said before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import click
+
+from lily.cli.console import Console
+from lily.cli.generate import describe
+from lily.cli.options import EngineFlags, console_options, engine_options, json_object, shell_text
+from lily.cli.prompts import read_text
+from lily.errors import LilyError
+
+KEY_VARIABLE = "LILY_API_KEY"
+LEAST_QUEUE, DEFAULT_QUEUE = 16, 64
+_LEVELS = ("debug", "info", "warning", "error")
+_MISSING = "lily serve needs starlette and uvicorn; install them with: pip install '.[serve]'"
+
+
+def _names(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
+
+
+@click.command()
+@engine_options
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    metavar="PORT",
+    help="0 is any free one; the address is printed.",
+)
+@click.option("--api-key-file", metavar="FILE", help=f"Clients must show the key in FILE. Or set {KEY_VARIABLE}.")
+@click.option("--api-key", type=shell_text, metavar="KEY", help="The key itself; other users of the machine see it.")
+@click.option("--no-api-key", is_flag=True, help="Let other machines in without a key.")
+@click.option(
+    "--allowed-hosts",
+    multiple=True,
+    metavar="NAME",
+    callback=_names,
+    help="Further names of this machine in the Host header. Repeatable, or joined by commas.",
+)
+@click.option(
+    "--allowed-origins",
+    multiple=True,
+    metavar="ORIGIN",
+    callback=_names,
+    help="Web pages that may use the server; * is all. Repeatable, or joined by commas.",
+)
+@click.option("--served-model-name", type=shell_text, metavar="NAME", help="The model's name in responses.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="At most this many tokens a reply.  [default: to the end of the context]",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(LEAST_QUEUE, 4096),
+    default=DEFAULT_QUEUE,
+    show_default=True,
+    metavar="N",
+    help="Requests that may wait.",
+)
+@click.option(
+    "--request-timeout",
+    type=click.FloatRange(min=1, max=86400),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a client may take to send a request, and may leave a reply unread.",
+)
+@click.option(
+    "--chat-template-args",
+    "template_args",
+    type=shell_text,
+    metavar="JSON",
+    callback=json_object,
+    help="Options of the chat template where a request has none.",
+)
+@click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)
+@console_options
+def serve(console: Console, flags: EngineFlags, host: str, port: int, log_level: str, **options: Any) -> None:
+    """Serve the model to OpenAI's clients.
+
+    POST /v1/chat/completions and /v1/completions, GET /v1/models and more (docs/serving.md). Ctrl-C ends it.
+    """
+    key = _key(console, options["api_key_file"], options["api_key"])
+    if key is not None and options["no_api_key"]:
+        raise click.UsageError("--no-api-key and a key exclude each other; leave one of them out")
+    try:
+        from lily.server.serving import bind, is_exposed, url
+        from lily.server.serving import serve as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("lily"):
+            raise
+        raise LilyError(_MISSING) from None
+    with closing(bind(host, port)) as bound:
+        if is_exposed(bound) and key is None and not options["no_api_key"]:
+            raise click.UsageError(
+                f"--host {host} lets other machines in, and there is no key; give --api-key-file FILE or set "
+                f"{KEY_VARIABLE}, or stay on --host 127.0.0.1 (--no-api-key lets everybody in)"
+            )
+        with flags.open(console) as engine, _logging("error" if console.quiet else log_level):
+            describe(console, engine)
+            address = url(bound, host)
+
+            def ready() -> None:
+                console.note(f"lily: serving {engine.model.name}; Ctrl-C ends it")
+                console.write(address + "\n")
+
+            run(_app(engine, host, key, options), bound, ready)
+
+
+def _app(engine: Any, host: str, key: str | None, options: dict[str, Any]) -> Any:
+    from lily.server.app import App
+    from lily.server.guards import normalised_hosts
+    from lily.server.settings import Settings
+
+    settings = Settings(
+        model=options["served_model_name"] or engine.model.name,
+        hosts=normalised_hosts((host, *options["allowed_hosts"])),
+        origins=frozenset(options["allowed_origins"]),
+        key=key,
+        max_tokens=options["max_tokens"],
+        queue=options["queue"],
+        request_timeout=options["request_timeout"],
+        template_args=options["template_args"] or {},
+    )
+    return App(engine, settings)
+
+
+def _key(console: Console, file: str | None, given: str | None) -> str | None:
+    """The API key: of the one place that has it, or of the environment; None if there is none."""
+    if file is not None and given is not None:
+        raise click.UsageError("--api-key and --api-key-file exclude each other; give one of them")
+    if given is not None:
+        console.note(f"lily: other users of this machine see --api-key; --api-key-file and {KEY_VARIABLE} hide it")
+        where, key = "--api-key", given
+    elif file is not None:
+        where, key = file, read_text(file).strip()
+    elif KEY_VARIABLE in os.environ:
+        where, key = KEY_VARIABLE, os.environ[KEY_VARIABLE].strip()
+    else:
+        return None
+    if not key or not (key.isascii() and key.isprintable()) or " " in key:
+        raise click.UsageError(f"{where} holds no key; allowed: printable ASCII characters without blanks")
+    return key
+
+
+@contextmanager
+def _logging(level: str) -> Iterator[None]:
+    """The server's log on standard error, a line a request; of its library only what is wrong."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    with (
+        _logged("lily.server", level.upper(), handler),
+        _logged("uvicorn.error", "DEBUG" if level == "debug" else "ERROR", handler),
+    ):
+        yield
+
+
+@contextmanager
+def _logged(name: str, level: str, handler: logging.Handler) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

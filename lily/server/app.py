@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI application: which path does what, and the life of a request from its body to its last byte.
+
+Every reply is read by a thread of its own (``relay.py``), so that no client holds up the event loop or another client.
+The engine decides who runs; how many wait for it is bounded here.
+Not handled: several models, embeddings, images; ``/v1/responses``, ``/v1/messages``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lily.engine import Engine
+from lily.errors import show
+from lily.server.chat import ChatReply, read_chat
+from lily.server.completions import CompletionReply, read_completion
+from lily.server.counts import Head
+from lily.server.errors import RequestError, as_request_error
+from lily.server.fields import json_object
+from lily.server.guards import Guards, read_body, refusal
+from lily.server.outgoing import Outgoing, Reply
+from lily.server.relay import GONE, STALLED, STOPPING, Relay
+from lily.server.requests import Model, Request, open_stream
+from lily.server.settings import Settings
+from lily.server.tokens import ANSWERS, Answer
+from lily.streaming import Completion
+
+LOG = logging.getLogger("lily.server")
+_RETRY_SECONDS = 5
+
+Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What one endpoint makes of a body and of a reply. prefix: of the ids of its responses; field: of its prompt."""
+
+    prefix: str
+    field: str
+    read: Callable[[Mapping[str, Any], Model], Request]
+    reply: Callable[[Head, Request, Callable[[int], bytes]], Reply]
+
+
+DIALECTS = {
+    "/v1/chat/completions": Dialect("chatcmpl", "messages", read_chat, ChatReply),
+    "/v1/completions": Dialect("cmpl", "prompt", read_completion, CompletionReply),
+}
+
+
+class App:
+    """An engine as an ASGI application. ``stop`` ends all replies; the engine belongs to the caller."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings = engine, settings
+        self.stopping = False
+        self._model = Model.of(engine, settings)
+        self._created = int(time.time())
+        self._relays: set[Relay] = set()  # replies that the engine has not let go of
+        self._app = Guards(self._router(), settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    @property
+    def requests(self) -> int:
+        """How many requests run or wait."""
+        return len(self._relays)
+
+    def stop(self) -> None:
+        """Ends every reply and lets no new one begin."""
+        self.stopping = True
+        for relay in tuple(self._relays):
+            relay.cancel(STOPPING)
+
+    def _router(self) -> Router:
+        endpoints: dict[str, _Endpoint] = {
+            "/health": _Endpoint("GET", self._health),
+            "/v1/models": _Endpoint("GET", self._models),
+            "/v1/models/{name:path}": _Endpoint("GET", self._one_model),
+        }
+        for path, dialect in DIALECTS.items():
+            endpoints[path] = _Endpoint("POST", partial(self._generate, dialect), dialect.field)
+        for path, answer in ANSWERS.items():
+            endpoints[path] = _Endpoint("POST", partial(self._answer, answer))
+        routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
+        return Router(routes, redirect_slashes=False, default=_Endpoint(None, _nothing_there))
+
+    # ---- what needs no device
+    async def _health(self, http: HttpRequest) -> ASGIApp:
+        status = "closed" if self.engine.closed else "stopping" if self.stopping else "ok"
+        body = {"status": status, "requests": self.requests}
+        return JSONResponse(body, status_code=200 if status == "ok" else 503)
+
+    async def _models(self, http: HttpRequest) -> ASGIApp:
+        return JSONResponse({"object": "list", "data": [self._model_object()]})
+
+    async def _one_model(self, http: HttpRequest) -> ASGIApp:
+        return JSONResponse(self._model_object())  # any name is accepted, as in requests
+
+    def _model_object(self) -> dict[str, Any]:
+        context = self.engine.max_context
+        return {
+            "id": self.settings.model, "object": "model", "created": self._created, "owned_by": "lily",
+            "context_length": context, "max_model_len": context, "meta": {"n_ctx": context},
+            "modalities": {"input": ["text"], "output": ["text"]},
+        }  # fmt: skip
+
+    async def _answer(self, answer: Answer, http: HttpRequest) -> ASGIApp:
+        body = await self._body(http)
+        return JSONResponse(await asyncio.to_thread(lambda: answer(self.engine, self._model, json_object(body))))
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        self._check_running()
+        return await read_body(http, self.settings.max_body, self.settings.request_timeout)
+
+    def _check_running(self) -> None:
+        if self.stopping or self.engine.closed:
+            raise _stopping()
+
+    # ---- replies
+    async def _generate(self, dialect: Dialect, http: HttpRequest) -> ASGIApp:
+        body = await self._body(http)
+        request = await asyncio.to_thread(lambda: dialect.read(json_object(body), self._model))
+        head = Head.new(dialect.prefix, self.settings.model)
+        return partial(self._respond, request, dialect.reply(head, request, self._token_bytes))
+
+    def _token_bytes(self, id: int) -> bytes:
+        return self.engine.tokenizer.token_bytes[id]
+
+    async def _respond(self, request: Request, reply: Reply, scope: Scope, receive: Receive, send: Send) -> None:
+        began, path = time.monotonic(), scope["path"]
+        async with self._relay(request, receive) as relay:
+            outgoing = Outgoing(relay, send, self.settings)
+            try:
+                done = await (outgoing.stream(reply) if request.stream else outgoing.whole(reply))
+            except Exception as error:
+                if relay.ended in (GONE, STALLED):
+                    LOG.info("%s: %s", path, relay.ended)
+                    return
+                failure = _stopping() if relay.ended == STOPPING else told(error, request.prompt_field)
+                LOG.info("%s %d: %s", path, failure.status, failure.code or failure.param)
+                await outgoing.fail(failure, scope, receive)
+            else:
+                LOG.info("%s 200: %s", path, _figures(done, time.monotonic() - began))
+
+    @asynccontextmanager
+    async def _relay(self, request: Request, receive: Receive) -> AsyncIterator[Relay]:
+        """The way of a reply, which ends with this block at the latest. RequestError (503): too many wait."""
+        self._check_running()
+        if self.requests > self.settings.queue:
+            raise RequestError(
+                503, f"{self.requests} requests run or wait; send this one later", code="queue_full",
+                headers={"Retry-After": str(_RETRY_SECONDS)},
+            )  # fmt: skip
+        relay = Relay(self.settings.request_timeout)
+        self._relays.add(relay)
+        threading.Thread(target=self._work, args=(relay, request), name="lily-reply", daemon=True).start()
+        watcher = asyncio.create_task(_watch(receive, relay))
+        try:
+            yield relay
+        finally:
+            watcher.cancel()
+            relay.cancel(GONE)
+
+    def _work(self, relay: Relay, request: Request) -> None:
+        """The thread of a reply."""
+        try:
+            relay.run(lambda on_prompt: open_stream(self.engine, request, on_prompt))
+        finally:
+            self._relays.discard(relay)
+
+
+class _Endpoint:
+    """One path: its method, and what makes the response. Whatever goes wrong before it begins is told the client."""
+
+    def __init__(self, method: str | None, handler: Handler, field: str = "messages") -> None:
+        self._method, self._handler, self._field = method, handler, field
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            method = scope["method"]
+            if self._method and method != self._method and (method, self._method) != ("HEAD", "GET"):
+                raise RequestError(405, f"{method} is not allowed here, only {self._method}",
+                                   headers={"Allow": self._method})  # fmt: skip
+            response = await self._handler(HttpRequest(scope, receive))
+            await response(scope, receive, send)
+        except Exception as error:
+            failure = told(error, self._field)
+            LOG.info("%s %d: %s", show(scope["path"]), failure.status, failure.code or failure.param)
+            await refusal(failure)(scope, receive, send)
+
+
+def told(error: Exception, field: str) -> RequestError:
+    """What the client is told. Where the fault is not the client's, the log says more, but nothing of the prompt."""
+    failure = as_request_error(error, field)
+    if failure.code == "bug":
+        frames = traceback.extract_tb(error.__traceback__)
+        LOG.error("%s at %s", type(error).__name__, " < ".join(f"{f.filename}:{f.lineno}" for f in reversed(frames)))
+    elif failure.status == 500:
+        LOG.error("%s", failure)
+    return failure
+
+
+async def _nothing_there(http: HttpRequest) -> ASGIApp:
+    paths = ", ".join((*DIALECTS, "/v1/models", "/health", *ANSWERS))
+    raise RequestError(404, f"there is nothing at this path; there are {paths}", code="not_found")
+
+
+async def _watch(receive: Receive, relay: Relay) -> None:
+    """Waits until the client goes, and ends its reply."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    relay.cancel(GONE)
+
+
+def _stopping() -> RequestError:
+    return RequestError(503, f"{STOPPING}; send the request again later", code="stopping")
+
+
+def _figures(reply: Completion, seconds: float) -> str:
+    return (
+        f"{reply.prompt_tokens} tokens of prompt ({reply.cached_tokens} cached), {reply.completion_tokens} of reply, "
+        f"{reply.finish_reason}, {seconds:.2f} s"
+    )

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dialect ``/v1/chat/completions``: from a JSON object to a request, and from a reply to JSON objects.
+
+Pure functions: nothing here waits, reads or writes.
+Not handled yet, and refused by name: several replies (``n``), forced calls (``tool_choice`` required or a name),
+replies in a given format (``response_format`` other than text).  Accepted without effect: ``reasoning_effort`` other
+than none, ``parallel_tool_calls``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lily.server.counts import Head, timings, usage
+from lily.server.errors import wrong
+from lily.server.fields import Fields
+from lily.server.requests import (
+    Model,
+    Request,
+    read_number_of_replies,
+    read_sampling,
+    read_streaming,
+    top_logprobs,
+)
+from lily.streaming import Completion, StreamChunk, TokenLogprob, ToolCallDelta
+from lily.text.template import Message, normalise_messages
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def read_chat(body: Mapping[str, Any], model: Model) -> Request:
+    """The request that ``body`` makes. RequestError (400) naming the field, InvalidRequestError from the messages."""
+    fields = Fields(body)
+    read_number_of_replies(fields, "n")
+    _check_format(fields)
+    fields.flag("parallel_tool_calls")
+    tools = _tools(fields)
+    messages, begun = _messages(fields)
+    stream, with_usage = read_streaming(fields)
+    sampling = read_sampling(fields, model)
+    top = top_logprobs(fields, "top_logprobs")
+    if fields.flag("logprobs"):
+        sampling["logprobs"] = top or 0
+    elif top:
+        raise wrong("top_logprobs", f"top_logprobs is {top} without logprobs; set logprobs to true, too")
+    return Request(
+        sampling, stream, with_usage, messages=messages, begun=begun, tools=tools,
+        template_kwargs=_template_options(fields, model, tools=tools is not None),
+    )  # fmt: skip
+
+
+def _messages(fields: Fields) -> tuple[list[Message], Message | None]:
+    """The messages, and the last one if it is a reply that is to go on."""
+    given = fields.items("messages")
+    if given is None:
+        fields.refuse("messages", "a list of messages, each with role and content")
+    messages = normalise_messages(given)
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        return messages, None
+    if len(messages) == 1:
+        raise wrong("messages", "messages is a reply alone; give at least one message before the reply to continue")
+    return messages[:-1], last
+
+
+def _tools(fields: Fields) -> list[Mapping[str, Any]] | None:
+    """The tools that the model may call: none if it must not."""
+    tools = fields.items("tools")
+    for index, tool in enumerate(tools or ()):
+        _check_tool(tool, f"tools[{index}]")
+    choice = fields.given("tool_choice")
+    if isinstance(choice, dict) or choice == "required":
+        fields.unavailable("tool_choice", "a forced call", "allowed: auto, none")
+    return None if fields.one_of("tool_choice", ("auto", "none")) == "none" else (tools or None)
+
+
+def _check_tool(tool: object, where: str) -> None:
+    if not isinstance(tool, dict):
+        raise wrong(where, f"{where} must be an object with type and function")
+    fields = Fields(tool, where)
+    if fields.given("type") != "function":
+        fields.refuse("type", "function")
+    function = fields.mapping("function")
+    if function is None:
+        fields.refuse("function", "an object with name, description and parameters")
+    inner = Fields(function, fields.name("function"))
+    if not inner.text("name"):
+        inner.refuse("name", "the function's name")
+    inner.text("description")
+    inner.mapping("parameters")
+
+
+def _check_format(fields: Fields) -> None:
+    given = fields.mapping("response_format")
+    if given is None:
+        return
+    inner = Fields(given, "response_format")
+    kind = inner.one_of("type", _FORMATS)
+    if kind is None:
+        inner.refuse("type", "text")
+    if kind != "text":
+        inner.unavailable("type", f"the format {kind}", "allowed: text")
+
+
+def _template_options(fields: Fields, model: Model, *, tools: bool) -> dict[str, Any]:
+    """Options of the chat template; what it does not read is left out, as an unknown field of the request is.
+
+    With tools, earlier reasoning is kept where the template can: what was read before then stays a prefix of the
+    next prompt.
+    """
+    options: dict[str, Any] = {"preserve_thinking": True} if tools else {}
+    options |= model.template_args
+    if fields.one_of("reasoning_effort", EFFORTS) == "none":
+        options["enable_thinking"] = False
+    given = fields.mapping("chat_template_kwargs") or {}
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in given:
+            full = f"chat_template_kwargs.{name}"
+            raise wrong(full, f"{full} is set by Lily itself; leave it out")
+    options |= given
+    return {name: value for name, value in options.items() if name in model.template_options}
+
+
+class ChatReply:
+    """A reply in the dialect's objects: those of a stream one by one, or one for all of it.
+
+    ``token_bytes`` gives the bytes of a token id.
+    """
+
+    def __init__(self, head: Head, request: Request, token_bytes: Callable[[int], bytes]) -> None:
+        self._head, self._request, self._bytes = head, request, token_bytes
+        self._logprobs: list[TokenLogprob] = []  # of tokens that have shown nothing yet
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """What comes before the first token."""
+        yield self._event({"role": "assistant", "content": ""})
+
+    def push(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
+        """The events that a chunk makes; one with the end makes the last ones."""
+        self._logprobs += chunk.logprobs or ()
+        if chunk.reasoning:
+            yield self._event({"reasoning_content": chunk.reasoning})
+        if chunk.text:
+            yield self._event({"content": chunk.text})
+        if chunk.tool_calls:
+            yield self._event({"tool_calls": [_call_delta(part) for part in chunk.tool_calls]})
+        if chunk.completion is not None:
+            yield from self._end(chunk.completion)
+
+    def whole(self, reply: Completion) -> dict[str, Any]:
+        """The response that is not streamed."""
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["content"] = reply.text or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in reply.tool_calls
+            ]
+        choice = {
+            "index": 0, "message": message, "logprobs": self._logprob_object(reply.logprobs),
+            "finish_reason": reply.finish_reason,
+        }  # fmt: skip
+        return {
+            **self._head.of("chat.completion"),
+            "choices": [choice],
+            "usage": usage(reply),
+            "timings": timings(reply),
+        }
+
+    def _end(self, reply: Completion) -> Iterator[dict[str, Any]]:
+        last = self._event({}, reply.finish_reason)
+        if not self._request.usage:
+            yield {**last, "timings": timings(reply)}
+            return
+        yield last
+        yield {**self._chunk_head(), "choices": [], "usage": usage(reply), "timings": timings(reply)}
+
+    def _event(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        logprobs = self._logprob_object(self._logprobs or None)
+        self._logprobs = []
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._chunk_head(), "choices": [choice]}
+
+    def _chunk_head(self) -> dict[str, Any]:
+        head = self._head.of("chat.completion.chunk")
+        return {**head, "usage": None} if self._request.usage else head
+
+    def _logprob_object(self, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(id, value) for id, value in entry.top],
+            }
+            for entry in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes(id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def _call_delta(part: ToolCallDelta) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": part.arguments}
+    if part.name is not None:
+        function = {"name": part.name, **function}
+    begins = {"id": part.id, "type": "function"} if part.id is not None else {}
+    return {"index": part.index, **begins, "function": function}

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong with a request, as HTTP status and as the object that OpenAI's clients expect.
+
+Not handled: the shapes of other dialects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lily.errors import CheckpointError, ContextLengthError, InvalidRequestError, LilyError
+
+TOO_LONG = "context_length_exceeded"
+_FIELD = re.compile(r"(?:template option )?([a-z_]+(?:\[\d+\]|\.[a-z_]+)*)")
+_RENAMED = {"template_kwargs": "chat_template_kwargs"}
+
+
+class RequestError(LilyError):
+    """A request that is refused or has failed: its HTTP ``status``, OpenAI's ``code``, the field at fault.
+
+    headers: of the response, beside those of its body.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response, and of the event that ends a stream."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def wrong(param: str, message: str, code: str | None = None) -> RequestError:
+    """A field of the request is missing or wrong; the message says what was seen and what is allowed."""
+    return RequestError(400, message, param=param, code=code)
+
+
+def as_request_error(error: Exception, prompt_field: str) -> RequestError:
+    """What an engine's error means for the request. ``prompt_field`` is at fault where no other is named.
+
+    Of an error that is a bug only its type is told: its message could hold text of the prompt.
+    """
+    match error:
+        case RequestError():
+            return error
+        case ContextLengthError():
+            return RequestError(400, str(error), param=prompt_field, code=TOO_LONG)
+        case InvalidRequestError():
+            return RequestError(400, str(error), param=_named_field(str(error)) or prompt_field)
+        case CheckpointError():  # of a chat template: the server cannot do what was asked
+            return RequestError(500, str(error), code="checkpoint_error")
+        case LilyError():
+            return RequestError(500, str(error), code="device_error")
+    return RequestError(500, f"this is a bug in Lily: {type(error).__name__}; the server's log says where", code="bug")
+
+
+def _named_field(message: str) -> str | None:
+    """The field with which the message begins, if it does."""
+    found = _FIELD.match(message)
+    if found is None:
+        return None
+    if message.startswith("template option "):
+        return "chat_template_kwargs"
+    name, _, rest = found[1].partition("[")
+    if name.split(".")[0] not in FIELDS:
+        return None
+    return _RENAMED.get(name, name) + (f"[{rest}" if rest else "")
+
+
+FIELDS = frozenset({
+    "messages", "tools", "template_kwargs", "max_tokens", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "logprobs",
+    "stop_token_ids", "ignore_eos",
+})  # fmt: skip
+"""Fields with which a message of the engine may begin."""

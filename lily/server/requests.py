@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request as every dialect makes it: checked, and in the engine's words; and how the engine is asked.
+
+What all dialects say in the same way (how a reply is drawn) is read here.  Not handled: what only one of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS
+from lily.server.errors import wrong
+from lily.server.fields import Fields
+from lily.text.template import END_THINK, Message, reply_start, starts_in_reasoning
+
+if TYPE_CHECKING:
+    from lily.engine import Engine, OnPrompt
+    from lily.server.settings import Settings
+    from lily.streaming import Stream
+
+_SAME_NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "stop", "stop_token_ids",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a dialect has to know of the model and the server in order to check a request.
+
+    template_options: the variables that the chat template reads; ids: ids of tokens that can be drawn are below it.
+    """
+
+    template_options: frozenset[str]
+    ids: int
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, engine: Engine, settings: Settings) -> Model:
+        """That of an engine."""
+        options = engine.chat_template.options
+        return cls(options, engine.tokenizer.num_tokens, settings.template_args, settings.max_tokens)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the engine, and how the answer is to be given.
+
+    prompt: text or token ids, of a request that is no chat. begun: the assistant's message that is to be continued, if
+    the chat ends with one. usage: whether the stream ends with a chunk that has the counts.
+    """
+
+    sampling: Mapping[str, Any]
+    stream: bool = False
+    usage: bool = False
+    prompt: str | list[int] | None = None
+    messages: Sequence[Message] = ()
+    begun: Message | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that holds the prompt."""
+        return "messages" if self.prompt is None else "prompt"
+
+
+def read_sampling(fields: Fields, model: Model) -> dict[str, Any]:
+    """Keyword arguments of ``Engine.stream``; the engine checks their values."""
+    sampling = {name: fields.given(name) for name in _SAME_NAMES}
+    sampling["ignore_eos"] = fields.flag("ignore_eos")
+    sampling["logit_bias"] = _bias(fields, model)
+    sampling["max_tokens"] = _limit(fields, model)
+    return {name: value for name, value in sampling.items() if value is not None}
+
+
+def _limit(fields: Fields, model: Model) -> int | None:
+    asked = [fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")]
+    return min((n for n in (*asked, model.max_tokens) if n is not None), default=None)
+
+
+def _bias(fields: Fields, model: Model) -> dict[int, float] | None:
+    given = fields.mapping("logit_bias")
+    if given is None:
+        return None
+    full = fields.name("logit_bias")
+    if len(given) > MAX_BIAS:
+        raise wrong(full, f"{full} has {len(given)} entries; allowed: at most {MAX_BIAS}")
+    for name in given:
+        if not (name.isascii() and name.isdigit()) or len(name) > 9 or int(name) >= model.ids:
+            raise wrong(full, f"{full} names token {name[:40]!r}; allowed: ids from 0 to {model.ids - 1}")
+    return {int(name): value for name, value in given.items()}
+
+
+def read_streaming(fields: Fields) -> tuple[bool, bool]:
+    """Whether the reply is streamed, and whether its counts come with it."""
+    options = Fields(fields.mapping("stream_options") or {}, fields.name("stream_options"))
+    usage = options.flag("include_usage")
+    return fields.flag("stream"), usage
+
+
+def read_number_of_replies(fields: Fields, *names: str) -> None:
+    """More than one reply to a request is refused."""
+    for name in names:
+        if fields.whole(name, 1) not in (None, 1):
+            fields.unavailable(name, "more than one reply", "send the request as often as needed, or leave it out")
+
+
+def top_logprobs(fields: Fields, name: str) -> int | None:
+    """How many of the likeliest tokens are to be reported beside each that was drawn."""
+    return fields.whole(name, 0, MAX_TOP_LOGPROBS)
+
+
+def open_stream(engine: Engine, request: Request, on_prompt: OnPrompt) -> Stream:
+    """Asks the engine, which checks the rest of the request. Raises what ``Engine.stream`` raises."""
+    if request.prompt is not None:
+        return engine.stream(request.prompt, on_prompt=on_prompt, **request.sampling)
+    return engine.chat(
+        request.messages, tools=request.tools, template_kwargs=request.template_kwargs, stream=True,
+        on_prompt=on_prompt, continuation=continuation(engine, request), **request.sampling,
+    )  # fmt: skip
+
+
+def rendered(engine: Engine, request: Request) -> str:
+    """The prompt of a chat as text, up to where the reply begins."""
+    text = engine.chat_template.render(request.messages, tools=request.tools, **request.template_kwargs)
+    return text + continuation(engine, request, text)
+
+
+def continuation(engine: Engine, request: Request, prompt: str | None = None) -> str:
+    """The beginning of the reply that the chat itself holds: "" if it ends with another message than a reply.
+
+    prompt: the rendered chat before it, if it is there already.
+    """
+    if request.begun is None:
+        return ""
+    if prompt is None:
+        prompt = engine.chat_template.render(request.messages, tools=request.tools, **request.template_kwargs)
+    answer: str = request.begun["content"]
+    reasoning: str | None = request.begun.get("reasoning_content")
+    if reasoning and starts_in_reasoning(prompt):
+        return reasoning + (END_THINK + answer if answer else "")
+    return reply_start(prompt, answer) if answer else ""

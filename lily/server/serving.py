@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The application on a socket: bound before the model is loaded, listening after it, stopped by a signal.
+
+Not handled: TLS, several processes, sockets of the file system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from lily.errors import LilyError
+from lily.server.app import App
+from lily.server.guards import is_loopback
+
+GRACE = 10
+"""Seconds that the last parts of replies may take on their way once the server stops."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that owns the address, not listening yet. port: 0 is any free one. LilyError: it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise LilyError(f"--host {host!r} is no address of this machine: {error}") from None
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise LilyError(f"{host} port {port} cannot be bound: {error.strerror}; choose another --port") from None
+    return bound
+
+
+def is_exposed(bound: socket.socket) -> bool:
+    """Whether other machines reach the socket."""
+    return not is_loopback(str(bound.getsockname()[0]))
+
+
+def url(bound: socket.socket, host: str) -> str:
+    """Where the server is reached."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+
+
+class Server(uvicorn.Server):
+    """Serves ``app`` on a bound socket until a signal comes, or ``should_exit`` is set.
+
+    ready: called when it listens. interrupted: whether Ctrl-C has ended it.
+    """
+
+    def __init__(self, app: App, ready: Callable[[], object] = lambda: None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, http="h11", ws="none", loop="asyncio", lifespan="off", interface="asgi3", log_config=None,
+                access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=GRACE,
+            )
+        )  # fmt: skip
+        self.app, self._ready = app, ready
+        self.interrupted = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends every reply, then the connections."""
+        self.app.stop()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the server, not the process: what owns the engine closes it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        self.handle_exit(number, frame)  # a second Ctrl-C waits for nobody
+
+
+def serve(app: App, bound: socket.socket, ready: Callable[[], object]) -> None:
+    """Serves until a signal comes. KeyboardInterrupt: that was Ctrl-C."""
+    server = Server(app, ready)
+    asyncio.run(server.serve(sockets=[bound]))
+    if server.interrupted:
+        raise KeyboardInterrupt
