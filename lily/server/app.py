@@ -151,7 +151,8 @@ class App:
                 if relay.ended in (GONE, STALLED):
                     LOG.info("%s: %s", path, relay.ended)
                     return
-                failure = _stopping() if relay.ended == STOPPING else told(error, request.prompt_field)
+                over = relay.ended == STOPPING or self.engine.closed
+                failure = _stopping() if over else told(error, request.prompt_field)
                 LOG.info("%s %d: %s", path, failure.status, failure.code or failure.param)
                 await outgoing.fail(failure, scope, receive)
             else:

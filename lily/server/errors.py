@@ -13,8 +13,8 @@ from typing import Any
 from lily.errors import CheckpointError, ContextLengthError, InvalidRequestError, LilyError
 
 TOO_LONG = "context_length_exceeded"
-_FIELD = re.compile(r"(?:template option )?([a-z_]+(?:\[\d+\]|\.[a-z_]+)*)")
-_RENAMED = {"template_kwargs": "chat_template_kwargs"}
+_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*")
+_OPTION = "template option "
 
 
 class RequestError(LilyError):
@@ -52,6 +52,8 @@ def as_request_error(error: Exception, prompt_field: str) -> RequestError:
             return error
         case ContextLengthError():
             return RequestError(400, str(error), param=prompt_field, code=TOO_LONG)
+        case InvalidRequestError() if str(error).startswith(_OPTION):
+            return wrong("chat_template_kwargs", f"chat_template_kwargs: {error}")
         case InvalidRequestError():
             return RequestError(400, str(error), param=_named_field(str(error)) or prompt_field)
         case CheckpointError():  # of a chat template: the server cannot do what was asked
@@ -64,18 +66,11 @@ def as_request_error(error: Exception, prompt_field: str) -> RequestError:
 def _named_field(message: str) -> str | None:
     """The field with which the message begins, if it does."""
     found = _FIELD.match(message)
-    if found is None:
-        return None
-    if message.startswith("template option "):
-        return "chat_template_kwargs"
-    name, _, rest = found[1].partition("[")
-    if name.split(".")[0] not in FIELDS:
-        return None
-    return _RENAMED.get(name, name) + (f"[{rest}" if rest else "")
+    return found[0] if found and found[1] in FIELDS else None
 
 
 FIELDS = frozenset({
-    "messages", "tools", "template_kwargs", "max_tokens", "temperature", "top_p", "top_k", "min_p",
+    "messages", "tools", "max_tokens", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "logprobs",
     "stop_token_ids", "ignore_eos",
 })  # fmt: skip

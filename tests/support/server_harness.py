@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server on a free port of this machine, in a thread; requests to it by the official client, httpx, or bare sockets.
+
+Not handled: the command and its signals (cli_harness.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+import httpx
+import openai
+from waiting import PATIENCE, until
+
+from lily.engine import Engine
+from lily.server import app as app_module
+from lily.server.app import App
+from lily.server.requests import open_stream
+from lily.server.serving import Server, bind
+from lily.server.settings import Settings
+
+HI = [{"role": "user", "content": "Hi"}]
+JSON = {"Content-Type": "application/json"}
+
+
+def open_tiny(**options: Any) -> Engine:
+    """lily-tiny on one thread of the cpu device."""
+    return Engine(device="cpu", threads=1, **{"max_context": 1024, **options})
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    app: App
+    server: Server
+    port: int
+    thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @cached_property
+    def openai(self) -> openai.OpenAI:
+        """The official client, which never tries again by itself."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE, trust_env=False, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        if body is not None:
+            options["json"] = body
+        return httpx.post(self.url + path, timeout=PATIENCE, trust_env=False, **options)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=PATIENCE, trust_env=False, **options)
+
+    def chat(self, body: Any = None, **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"messages": HI, **(body or {}), **fields})
+
+    def connect(self, path: str, **fields: Any) -> socket.socket:
+        """A bare connection on which a request was sent."""
+        body = json.dumps({"stream": True, **fields}).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return connection
+
+    def is_free(self) -> None:
+        """Waits until no request runs or waits."""
+        until(lambda: self.app.requests == 0, "no request is left")
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def serving(engine: Engine, **settings: Any) -> Iterator[Running]:
+    """A server for ``engine``, which it leaves open."""
+    app = App(engine, Settings(**{"model": "tiny", **settings}))
+    bound, ready = bind("127.0.0.1", 0), threading.Event()
+    server = Server(app, ready.set)
+    port = bound.getsockname()[1]
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
+    thread.start()
+    running = Running(app, server, port, thread)
+    try:
+        assert ready.wait(PATIENCE)
+        yield running
+    finally:
+        running.stop()
+        running.is_free()
+        bound.close()
+
+
+def read_until(connection: socket.socket, found: bytes) -> bytes:
+    """What comes until ``found`` is part of it, or the connection ends."""
+    data = b""
+    while found not in data and (part := connection.recv(65536)):
+        data += part
+    return data
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the connection ends."""
+    return read_until(connection, b"\0 never")
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream of events, which has to end with ``[DONE]``."""
+    *lines, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert done == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+class Gate:
+    """Holds requests before they reach the engine; ``open`` lets all go on."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.reached = 0
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait(self) -> None:
+        self.reached += 1
+        assert self._open.wait(PATIENCE)
+
+
+@contextmanager
+def gated(*, in_prompt: bool = False) -> Iterator[Gate]:
+    """Requests wait at a gate before they are asked of the engine; or, ``in_prompt``, before its prompt is read."""
+    gate = Gate()
+
+    def before(engine: Any, request: Any, on_prompt: Any) -> Any:
+        gate.wait()
+        return open_stream(engine, request, on_prompt)
+
+    def within(engine: Any, request: Any, on_prompt: Callable[[int, int], None]) -> Any:
+        def note(done: int, total: int) -> None:
+            on_prompt(done, total)
+            if done < total:
+                gate.wait()
+
+        return open_stream(engine, request, note)
+
+    with mock.patch.object(app_module, "open_stream", within if in_prompt else before):
+        try:
+            yield gate
+        finally:
+            gate.open()
