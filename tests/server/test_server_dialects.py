@@ -81,7 +81,7 @@ def test_a_call_is_streamed_as_it_is_written() -> None:
 
 @pytest.mark.parametrize(
     ("text", "calls", "content"),
-    [("Hm", [], "Hm"), ("", [], ""), ("", [ToolCall("c", "look", "{}")], None), ("Hm", [ToolCall("c", "l", "{}")], "Hm")],
+    [("Hm", [], "Hm"), ("", [], ""), ("", [ToolCall("c", "look", "{}")], None), ("Hm", [ToolCall("c", "", "")], "Hm")],
     ids=["text", "nothing", "call", "both"],
 )  # fmt: skip
 def test_a_message_always_has_content(text: str, calls: list[ToolCall], content: str | None) -> None:

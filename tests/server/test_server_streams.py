@@ -78,7 +78,8 @@ def test_a_stream_whose_prompt_is_read_says_how_far(small_chunks: Engine) -> Non
     prompt = [{"role": "user", "content": "word " * 60}]
     total = len(small_chunks.render_chat(prompt))
     with serving(small_chunks, keep_alive=0.01) as server, gated(in_prompt=True) as gate:
-        with server.connect(CHAT, **{**SHORT, "messages": prompt}) as connection:
+        connection = server.connect(CHAT, **{**SHORT, "messages": prompt})
+        with connection:
             assert b": 0 of %d tokens of the prompt are read\n\n" % total in read_until(connection, b"are read")
             gate.open()
             read_until(connection, b"[DONE]")
@@ -86,7 +87,7 @@ def test_a_stream_whose_prompt_is_read_says_how_far(small_chunks: Engine) -> Non
 
 def test_a_client_that_goes_ends_its_reply(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lily.server")
-    before, allowed, gone = Reply.next, threading.Semaphore(4), threading.Event()
+    before, allowed, held, gone = Reply.next, threading.Semaphore(4), threading.Event(), threading.Event()
     after: list[Reply] = []
 
     def step(reply: Reply) -> Any:
@@ -94,12 +95,14 @@ def test_a_client_that_goes_ends_its_reply(server: Running, caplog: pytest.LogCa
         if gone.is_set():
             after.append(reply)
         elif not allowed.acquire(blocking=False):
+            held.set()
             assert gone.wait(PATIENCE)
         return before(reply)
 
     with mock.patch.object(Reply, "next", step):
         connection = server.connect(CHAT, **LONG)
         read_until(connection, b'"content":"')
+        assert held.wait(PATIENCE)
         connection.close()
         until(lambda: [r.ended for r in server.app._relays] == [GONE], "it was noticed")
         gone.set()
