@@ -271,9 +271,9 @@ def test_text_is_written_as_it_comes(fake: type[Fake], monkeypatch: pytest.Monke
 
 def test_generate_writes_what_the_engine_replies(capsys: pytest.CaptureFixture[str]) -> None:
     with lily.Engine() as engine:
-        expected = engine.chat([{"role": "user", "content": "Once upon a time"}], seed=1, max_tokens=24)
+        expected = engine.chat([{"role": "user", "content": "Once upon a time"}], seed=1, max_tokens=48)
     assert len(expected.text) > 40
-    assert run(["generate", "-p", "Once upon a time", "--seed", "1", "--max-tokens", "24", "--quiet"]) == 0
+    assert run(["generate", "-p", "Once upon a time", "--seed", "1", "--max-tokens", "48", "--quiet"]) == 0
     assert capsys.readouterr() == (expected.text + "\n", "")
 
 
