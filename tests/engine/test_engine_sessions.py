@@ -173,7 +173,8 @@ def test_tools_are_not_forgotten_after_a_cache_hit(engine, cold_engine, device):
         got = send(session, cold_engine, text, tools=TOOLS, max_tokens=device.pick(60, 4))
     assert got.cached_tokens > 50
     if not device.emulated:  # there random-tiny replies
-        assert any("get_weather" in m["content"] for m in session.messages)
+        calls = [call for message in session.messages for call in message.get("tool_calls", ())]
+        assert "get_weather" in [call["function"]["name"] for call in calls]
 
 
 def test_context_that_fills_up_during_a_conversation(device):
