@@ -31,24 +31,15 @@ from lily.errors import DeviceError, InvalidRequestError, LilyError, show
 from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
+from lily.reply_text import ReplyText
 from lily.run.budget import SNAPSHOTS, Budget, plan_context
 from lily.run.chunks import cut
-from lily.run.reply import Token
 from lily.run.runner import Runner
 from lily.run.turns import Request, Turns
 from lily.sampling import Sampling, SamplingParams, check_ids, checkpoint_defaults, make_params
-from lily.streaming import (
-    Completion,
-    Control,
-    FinishReason,
-    ReplyChunks,
-    Stream,
-    StreamChunk,
-    Timings,
-    TokenLogprob,
-)
-from lily.text.detokenizer import Detokenizer
-from lily.text.stops import StopMatcher, stop_ids
+from lily.streaming import Completion, Control, ReplyChunks, Stream
+from lily.text.reply_parts import ReplyForm
+from lily.text.stops import stop_ids
 from lily.text.template import ChatTemplate, checked_options
 from lily.text.tokenizer import Tokenizer
 
@@ -228,41 +219,45 @@ class Engine:
 
     def request(
         self, prompt: str | Sequence[int], sampling: Mapping[str, Any], params: SamplingParams | None = None,
-        on_prompt: OnPrompt | None = None,
+        on_prompt: OnPrompt | None = None, form: ReplyForm | None = None,
     ) -> Callable[[Control], ReplyChunks]:  # fmt: skip
-        """A checked request, to be run as a stream's chunks."""
+        """A checked request, to be run as a stream's chunks. form: of a chat's reply, which is split into its parts."""
         self._check_open()
         tokens = self._prompt_tokens(prompt)
         used = make_params(self._defaults, sampling, params).with_seed()
         stops = self._stop_token_ids(used)
         check_ids(used, stops, self.tokenizer.num_tokens)
-        return partial(self._run, tokens, used, stops, on_prompt or _nobody_waits)
+        return partial(self._run, tokens, used, stops, on_prompt or _nobody_waits, form)
 
     @overload
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        stream: Literal[False] = False, **sampling: Unpack[Sampling],
+        continuation: str = "", on_prompt: OnPrompt | None = None, stream: Literal[False] = False,
+        **sampling: Unpack[Sampling],
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        stream: Literal[True], on_prompt: OnPrompt | None = None, continuation: str = "", **sampling: Unpack[Sampling],
+        continuation: str = "", on_prompt: OnPrompt | None = None, stream: Literal[True], **sampling: Unpack[Sampling],
     ) -> Stream: ...  # fmt: skip
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        stream: bool = False, on_prompt: OnPrompt | None = None, continuation: str = "", **sampling: Unpack[Sampling],
+        continuation: str = "", on_prompt: OnPrompt | None = None, stream: bool = False, **sampling: Unpack[Sampling],
     ) -> Completion | Stream:  # fmt: skip
         """The assistant's reply to OpenAI-style ``messages``, rendered with the checkpoint's chat template.
 
-        ``on_prompt`` as in ``stream``, ``continuation`` as in ``render_chat``; the reply goes on after it.
+        It comes in its parts: reasoning, content (``text``), and calls of ``tools``; without ``tools`` what looks like
+        a call is content. Stop strings are looked for in the content. ``continuation``: the beginning of the reply,
+        which goes on after it. ``on_prompt`` as in ``stream``.
         """
         tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs, continuation=continuation)
-        reply = self.stream(tokens, params, on_prompt=on_prompt, **sampling)
+        request = self.request(tokens, sampling, params, on_prompt, self.reply_form(tokens, tools))
+        reply = Stream(self.turns, request)
         if stream:
             return reply
         with reply:
@@ -279,6 +274,11 @@ class Engine:
                 raise InvalidRequestError(f"{name!r} is set by Lily itself and cannot be a template option")
         text = self.chat_template.render(messages, tools=tools, **kwargs)
         return self.tokenizer.encode(text + continuation)
+
+    def reply_form(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None) -> ReplyForm:
+        """What the reply to the rendered chat ``prompt`` begins with, and the ``tools`` that it may call."""
+        last = max((place for place, id in enumerate(prompt) if id == self._message_start), default=0)
+        return ReplyForm.of(self.tokenizer.decode(prompt[last:]), tools)
 
     def session(self, *, system: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> Session:
         """A conversation that remembers its turns; what it shares with the previous request is not run again."""
@@ -368,7 +368,7 @@ class Engine:
 
     def _run(
         self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], on_prompt: OnPrompt,
-        control: Control,
+        form: ReplyForm | None, control: Control,
     ) -> ReplyChunks:  # fmt: skip
         with control.alive, self._turn(control) as mine:
             if not mine:
@@ -386,7 +386,10 @@ class Engine:
                 on_prompt(chunk.end, len(tokens))
                 if control.cancelled:
                     return
-            text = _ReplyText(self, tokens, cached, params, stop_ids, began)
+            text = ReplyText(
+                self.tokenizer, tokens, params, hidden=self.skip_ids(), stop_ids=frozenset(stop_ids), form=form,
+                cached=cached, began=began,
+            )  # fmt: skip
             reply = runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
             try:
                 on_prompt(len(tokens), len(tokens))
@@ -442,51 +445,3 @@ def _close_stream(holder: Request) -> None:
     stream = holder.stream if isinstance(holder, Control) else None
     if stream is not None:
         stream.close()
-
-
-class _ReplyText:
-    """Collects a reply: text from tokens, stop strings, log-probabilities, the final result."""
-
-    def __init__(
-        self, engine: Engine, prompt: list[int], cached: int, params: SamplingParams, stop_ids: tuple[int, ...],
-        began: float,
-    ) -> None:  # fmt: skip
-        self.prompt, self.cached, self.stop_ids, self.began = len(prompt), cached, frozenset(stop_ids), began
-        self.seed = params.seed or 0
-        self.detokenizer = Detokenizer(engine.tokenizer.token_bytes, engine.skip_ids() | self.stop_ids)
-        self.matcher = StopMatcher(params.stop)
-        self.token_ids: list[int] = []
-        self.text: list[str] = []
-        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
-        self.first_token = 0.0
-
-    def push(self, token: Token, *, last: bool) -> StreamChunk:
-        """Takes one token; returns what may be shown, and the end."""
-        if not self.token_ids:
-            self.first_token = time.perf_counter()
-        self.token_ids.append(token.id)
-        logprob = None
-        if self.logprobs is not None:
-            logprob = [TokenLogprob(token.id, token.logprob or 0.0, token.top)]
-            self.logprobs += logprob
-        text, stopped = self.matcher.push(self.detokenizer.push(token.id))
-        reason: FinishReason | None = "stop" if stopped or token.stopped else ("length" if last else None)
-        if reason is not None and not stopped:
-            tail, stopped = self.matcher.push(self.detokenizer.flush())
-            text += tail + ("" if stopped else self.matcher.flush())
-            if self.matcher.stopped:
-                reason = "stop"
-        self.text.append(text)
-        return StreamChunk(text, [token.id], logprob, reason, self._completion(reason) if reason else None)
-
-    def _completion(self, reason: FinishReason) -> Completion:
-        now = time.perf_counter()
-        prompt_seconds, seconds = self.first_token - self.began, now - self.first_token
-        n = len(self.token_ids)
-        timings = Timings(
-            prompt_seconds, seconds, (self.prompt - self.cached) / max(prompt_seconds, 1e-9),
-            (n - 1) / max(seconds, 1e-9) if n > 1 else 0.0,
-        )  # fmt: skip
-        return Completion(
-            "".join(self.text), self.token_ids, reason, self.prompt, n, self.cached, self.logprobs, timings, self.seed
-        )

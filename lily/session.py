@@ -7,6 +7,7 @@ comparing tokens; so an edited or repeated turn is as correct as a new one.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lily.errors import InvalidRequestError, LilyError, show
 from lily.sampling import Sampling, SamplingParams
-from lily.streaming import Completion, Control, ReplyChunks, Stream, StreamChunk
+from lily.streaming import Completion, Control, ReplyChunks, Stream, StreamChunk, ToolCallDelta
 from lily.text.template import checked_options
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class Session:
         def request() -> Callable[[Control], ReplyChunks]:
             messages = [*self.messages, turn]
             prompt = self.engine.render_chat(messages, tools=tools, template_kwargs=self.template_kwargs)
-            return self.engine.request(prompt, sampling, params, on_prompt)
+            form = self.engine.reply_form(prompt, tools)
+            return self.engine.request(prompt, sampling, params, on_prompt, form)
 
         checked = request()  # what is wrong with it is said at once
         return Stream(
@@ -71,7 +73,7 @@ class Session:
         )
 
     def _turn(self, turn: dict[str, Any], begin: Callable[[], ReplyChunks]) -> ReplyChunks:
-        came: list[str] = []
+        came = _Came()
         last: StreamChunk | None = None
         mine = False
         try:
@@ -80,21 +82,60 @@ class Session:
                 raise InvalidRequestError("a reply of this conversation is unfinished; read it to its end or close it")
             with closing(begin()) as reply:
                 for chunk in reply:
-                    came.append(chunk.text)
+                    came.add(chunk)
                     if chunk.completion is None:
                         yield chunk
                     else:
                         last = chunk
         except LilyError:
-            came.clear()
+            came = _Came()
             raise
         finally:
-            if came:
-                self.messages += [turn, {"role": "assistant", "content": "".join(came)}]
+            if came.any:
+                self.messages += [turn, came.message()]
             if mine:
                 self._replying.release()
         if last is not None:
             yield last  # the conversation has the turn by now
+
+
+class _Came:
+    """What has come of a reply."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self._texts: list[str] = []
+        self._reasonings: list[str] = []
+        self._begun: dict[int, tuple[ToolCallDelta, list[str]]] = {}  # calls: the first delta, and arguments so far
+
+    def add(self, chunk: StreamChunk) -> None:
+        self.any = True
+        self._texts.append(chunk.text)
+        self._reasonings.append(chunk.reasoning)
+        for delta in chunk.tool_calls:
+            self._begun.setdefault(delta.index, (delta, []))[1].append(delta.arguments)
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message, in OpenAI's form; of its calls those that are complete."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
+        if reasoning := "".join(self._reasonings):
+            message["reasoning_content"] = reasoning
+        calls = ((delta, "".join(arguments)) for delta, arguments in self._begun.values())
+        complete = [_call(delta, arguments) for delta, arguments in calls if _is_json(arguments)]
+        return {**message, "tool_calls": complete} if complete else message
+
+
+def _call(begun: ToolCallDelta, arguments: str) -> dict[str, Any]:
+    return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": arguments}}
+
+
+def _is_json(arguments: str) -> bool:
+    """Whether a call's arguments are complete: their last brace comes with its end."""
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _turn_of(message: object) -> dict[str, Any]:

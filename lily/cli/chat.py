@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lily chat``: a conversation in the terminal, or line by line from a pipe.
 
-Not handled: editing of earlier turns, and folding away of reasoning; the reply is shown as the model writes it.
+Not handled: editing of earlier turns, and folding away of reasoning that was shown.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from lily.cli.keyboard import Keyboard, hidden_typing
 from lily.cli.options import (
     EngineFlags,
     SamplingFlags,
-    chat_template_option,
+    chat_template_options,
     console_options,
     engine_options,
     in_flags,
+    reasoning_option,
     sampling_options,
     system_option,
 )
 from lily.cli.prompts import read_text
+from lily.cli.shown import ShownReply
 from lily.errors import ContextLengthError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -51,13 +53,14 @@ _SEEDS = 1 << 64
 
 @click.command()
 @system_option
-@chat_template_option
+@chat_template_options
+@reasoning_option
 @engine_options
 @sampling_options
 @console_options
 def chat(
     console: Console, flags: EngineFlags, sampling: SamplingFlags, system_prompt: str | None,
-    template_config: dict[str, Any] | None,
+    template_config: dict[str, Any] | None, reasoning: bool | None,
 ) -> None:  # fmt: skip
     """Chat with the model.
 
@@ -71,7 +74,7 @@ def chat(
         # What would fail with every message is said at once.
         engine.render_chat([{"role": "user", "content": "Hi"}], template_kwargs=template_config)
         session = engine.session(system=system_prompt, template_kwargs=template_config)
-        talk = _Conversation(session, sampling, sampling.for_engine(engine), console, interactive)
+        talk = _Conversation(session, sampling, sampling.for_engine(engine), console, interactive, reasoning)
         if interactive:
             console.note("Type a message; /help for more, /exit or Ctrl-D to leave.")
         with talk.interrupts.noted():
@@ -84,10 +87,11 @@ class _Conversation:
     """A session, and what is typed into it: commands and messages."""
 
     def __init__(
-        self, session: Session, sampling: SamplingFlags, arguments: dict[str, Any], console: Console, interactive: bool
-    ) -> None:
+        self, session: Session, sampling: SamplingFlags, arguments: dict[str, Any], console: Console,
+        interactive: bool, reasoning: bool | None,
+    ) -> None:  # fmt: skip
         self.session, self.sampling, self.arguments, self.console = session, sampling, arguments, console
-        self.interactive = interactive
+        self.interactive, self.reasoning = interactive, reasoning
         self.interrupts = Interrupts()
         self._read = ""  # of files, for the next message
         self._again = 0  # replies to the last message before
@@ -182,6 +186,7 @@ class _Conversation:
     def _answer(self, message: Mapping[str, Any]) -> None:
         """Shows the reply as it comes; Ctrl-C ends it after the token, or chunk of the prompt, being computed."""
         completion, console = None, self.console
+        shown = ShownReply(console, self.reasoning)
         arguments, bar = dict(self.arguments), console.reading()
         if self._again and arguments["seed"] is not None:
             arguments["seed"] = (arguments["seed"] + self._again) % _SEEDS  # the same one gives the same reply
@@ -191,12 +196,12 @@ class _Conversation:
                 with self.session.stream(message, on_prompt=bar, **arguments) as reply:
                     self.interrupts.cancels(reply.cancel)
                     for chunk in reply:
-                        console.write(chunk.text)
+                        shown.chunk(chunk)
                         completion = chunk.completion
             finally:
                 if bar:
                     bar.clear()
-            console.write("\n")
+            shown.end()
         if completion is None:
             console.note("(stopped)")
             return

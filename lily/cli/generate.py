@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lily.cli.console import Console
+from lily.cli.console import Console, Reading
 from lily.cli.options import (
     EngineFlags,
     SamplingFlags,
-    chat_template_option,
+    chat_template_options,
     console_options,
     engine_options,
+    reasoning_option,
     sampling_options,
     shell_text,
     system_option,
 )
-from lily.cli.prompts import prompt_tokens, read_prompt
+from lily.cli.prompts import begin_reply, read_prompt
+from lily.cli.shown import ShownReply
 
 if TYPE_CHECKING:
     from lily.engine import Engine
-    from lily.streaming import Completion, TokenLogprob
+    from lily.streaming import Completion, Stream, TokenLogprob
 
 
 @click.command()
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 )
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt itself instead of answering it.")
 @click.option("--echo", is_flag=True, help="Write the prompt first; with --ignore-chat-template.")
-@chat_template_option
+@chat_template_options
+@reasoning_option
 @engine_options
 @sampling_options
 @click.option(
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
 def generate(
     console: Console, flags: EngineFlags, sampling: SamplingFlags, positional: str | None, prompt: str | None,
     file: str | None, system_prompt: str | None, prefill_response: str | None, ignore_chat_template: bool, echo: bool,
-    template_config: dict[str, Any] | None, as_json: bool,
+    template_config: dict[str, Any] | None, reasoning: bool | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write a reply to a prompt.
 
@@ -61,8 +64,8 @@ def generate(
     """
     if ignore_chat_template and (system_prompt or prefill_response or template_config):
         raise click.UsageError(
-            "--ignore-chat-template takes the prompt as it is; leave out --system-prompt, --prefill-response and "
-            "--chat-template-config, or it"
+            "--ignore-chat-template takes the prompt as it is; leave out --system-prompt, --prefill-response, "
+            "--chat-template-config and --no-thinking, or it"
         )
     if echo and (as_json or not ignore_chat_template):
         raise click.UsageError(
@@ -71,14 +74,14 @@ def generate(
     text = read_prompt(prompt, positional, file)
     with flags.open(console) as engine:
         describe(console, engine)
-        tokens: Sequence[int] = (
-            engine.tokenizer.encode(text)
+        how = {**sampling.for_engine(engine), "on_prompt": (bar := console.reading())}
+        reply = (
+            engine.stream(engine.tokenizer.encode(text), **how)
             if ignore_chat_template
-            else prompt_tokens(engine, text, system_prompt, prefill_response, template_config)
+            else begin_reply(engine, text, system_prompt, prefill_response, template_config, **how)
         )
-        shown = None if as_json else _Result(console)
-        beginning = text if echo else ""
-        completion = _reply(engine, tokens, sampling.for_engine(engine), console, shown, beginning)
+        shown = None if as_json else ShownReply(console, reasoning)
+        completion = _read(reply, bar, shown, text if echo else "")
         if shown is None:
             console.write(json.dumps(_document(engine, completion), ensure_ascii=False) + "\n")
         else:
@@ -93,7 +96,8 @@ def generate(
 def cut_off(completion: Completion, sampling: SamplingFlags) -> str:
     """A remark on a reply that the model has not ended, with the flag that moves the limit."""
     flag = "--max-tokens" if completion.completion_tokens == sampling.values["max_tokens"] else "--max-context"
-    return f"(cut off after {completion.completion_tokens} tokens; {flag})"
+    where = "" if completion.text or not completion.reasoning else ", in the reasoning"
+    return f"(cut off after {completion.completion_tokens} tokens{where}; {flag})"
 
 
 def describe(console: Console, engine: Engine) -> None:
@@ -124,34 +128,15 @@ def statistics(console: Console, completion: Completion) -> None:
     console.note(f"Seed: {completion.seed}")
 
 
-class _Result:
-    """The text on standard output, which is made to end with a line break: what follows begins a line of its own."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._open = console, True
-
-    def write(self, text: str) -> None:
-        self._console.write(text)
-        self._open = not text.endswith("\n") if text else self._open
-
-    def end(self) -> None:
-        if self._open:
-            self._console.write("\n")
-
-
-def _reply(
-    engine: Engine, tokens: Sequence[int], arguments: dict[str, Any], console: Console, shown: _Result | None,
-    beginning: str,
-) -> Completion:  # fmt: skip
+def _read(reply: Stream, bar: Reading | None, shown: ShownReply | None, beginning: str) -> Completion:
     completion = None
-    bar = console.reading()
     try:
-        with engine.stream(tokens, on_prompt=bar, **arguments) as reply:
+        with reply:
             if shown:
-                shown.write(beginning)
+                shown.text(beginning)
             for chunk in reply:
                 if shown:
-                    shown.write(chunk.text)
+                    shown.chunk(chunk)
                 completion = chunk.completion or completion
     finally:
         if bar:

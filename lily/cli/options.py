@@ -251,10 +251,32 @@ def json_object(context: click.Context, parameter: click.Parameter, text: str | 
     return None if text is None else _object(text)
 
 
-def chat_template_option(command: Command) -> Command:
-    return click.option(
+def chat_template_options(command: Command) -> Command:
+    """--chat-template-config and --no-thinking; the command gets ``template_config``, None if neither is given."""
+
+    @click.option(
         "--chat-template-config", "template_config", type=shell_text, metavar="JSON", callback=json_object,
         help="Options of the chat template, for instance '{\"enable_thinking\": false}'.",
+    )  # fmt: skip
+    @click.option("--no-thinking", is_flag=True, help="Ask the chat template for a reply without reasoning.")
+    @wraps(command)
+    def call(*args: Any, template_config: dict[str, Any] | None, no_thinking: bool, **rest: Any) -> None:
+        if no_thinking:
+            if "enable_thinking" in (template_config or {}):
+                raise click.UsageError(
+                    "--no-thinking sets enable_thinking, and so does --chat-template-config; leave out one of them"
+                )
+            template_config = {**(template_config or {}), "enable_thinking": False}
+        command(*args, template_config=template_config, **rest)
+
+    return call
+
+
+def reasoning_option(command: Command) -> Command:
+    """--show-reasoning and --hide-reasoning; the command gets ``reasoning``, None if neither is given."""
+    return click.option(
+        "--show-reasoning/--hide-reasoning", "reasoning", default=None,
+        help="Write what the model thinks before it answers.  [default: on a terminal]",
     )(command)  # fmt: skip
 
 

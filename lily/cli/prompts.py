@@ -15,6 +15,7 @@ from lily.cli.options import utf8
 
 if TYPE_CHECKING:
     from lily.engine import Engine
+    from lily.streaming import Stream
 
 
 def read_prompt(prompt: str | None, positional: str | None, file: str | None) -> str:
@@ -58,18 +59,22 @@ def _decoded(where: str, data: bytes) -> str:
         raise click.UsageError(f"{where} is {error}") from None
 
 
-def prompt_tokens(
-    engine: Engine, text: str, system: str | None, reply: str | None, template_config: Mapping[str, Any] | None
-) -> list[int]:
-    """``text`` as a user's turn, or as it is where the checkpoint has no template and nothing needs one."""
-    if not engine.chat_template.available and not (system or reply or template_config):
-        return engine.tokenizer.encode(text)
+def begin_reply(
+    engine: Engine, text: str, system: str | None, beginning: str | None, template_config: Mapping[str, Any] | None,
+    **how: Any,
+) -> Stream:  # fmt: skip
+    """The reply to ``text`` as a user's turn, or to the text as it is where there is no template and no need of one.
+
+    ``beginning`` of the answer, after which the reply goes on. ``how``: sampling and ``on_prompt``.
+    """
+    if not engine.chat_template.available and not (system or beginning or template_config):
+        return engine.stream(engine.tokenizer.encode(text), **how)
     from lily.text.template import reply_start
 
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
-    tokens = engine.render_chat(messages, template_kwargs=template_config)
-    if not reply:
-        return tokens
-    start = reply_start(engine.tokenizer.decode(tokens), reply)
-    return engine.render_chat(messages, template_kwargs=template_config, continuation=start)
+    start = ""
+    if beginning:
+        prompt = engine.render_chat(messages, template_kwargs=template_config)
+        start = reply_start(engine.tokenizer.decode(prompt), beginning)
+    return engine.chat(messages, template_kwargs=template_config, continuation=start, stream=True, **how)

@@ -194,7 +194,7 @@ def starts_in_reasoning(prompt: str) -> bool:
 
     Only the unfinished last turn counts, so tags quoted in earlier messages do not matter.
     """
-    turn = prompt[max(prompt.rfind(marker) for marker in TURN_MARKERS) + 1 :]
+    turn = last_turn(prompt)
     return turn.rfind("<think>") > turn.rfind("</think>")
 
 
@@ -210,6 +210,11 @@ def reply_start(prompt: str, reply: str) -> str:
     if "</think>" in reply:
         return reply
     return END_THINK + reply
+
+
+def last_turn(prompt: str) -> str:
+    """The rendered ``prompt`` from the end of the last marker of a turn on; all of it if there is none."""
+    return prompt[max(prompt.rfind(marker) + len(marker) if marker in prompt else 0 for marker in TURN_MARKERS) :]
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

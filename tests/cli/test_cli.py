@@ -64,6 +64,10 @@ class Fake:
         Fake.prompt, Fake.asked = self.tokenizer.decode(tokens), sampling
         return lily.Stream(Turns(), lambda control: self.chunks())
 
+    def chat(self, messages: list[dict[str, Any]], *, continuation: str, stream: bool, **rest: Any) -> lily.Stream:
+        template = rest.pop("template_kwargs")
+        return self.stream(self.render_chat(messages, template_kwargs=template, continuation=continuation), **rest)
+
     def chunks(self) -> Iterator[lily.StreamChunk]:
         timings = lily.Timings(2.0, 3.0, 5.0, 7.0)
         done = lily.Completion("".join(self.texts), [1, 2], self.reason, 10, 2, 4, None, timings, 9)
@@ -271,9 +275,9 @@ def test_text_is_written_as_it_comes(fake: type[Fake], monkeypatch: pytest.Monke
 
 def test_generate_writes_what_the_engine_replies(capsys: pytest.CaptureFixture[str]) -> None:
     with lily.Engine() as engine:
-        expected = engine.chat([{"role": "user", "content": "Once upon a time"}], seed=1, max_tokens=24)
+        expected = engine.chat([{"role": "user", "content": "Once upon a time"}], seed=1, max_tokens=48)
     assert len(expected.text) > 40
-    assert run(["generate", "-p", "Once upon a time", "--seed", "1", "--max-tokens", "24", "--quiet"]) == 0
+    assert run(["generate", "-p", "Once upon a time", "--seed", "1", "--max-tokens", "48", "--quiet"]) == 0
     assert capsys.readouterr() == (expected.text + "\n", "")
 
 
@@ -307,7 +311,7 @@ def test_an_option_without_effect_is_a_note_and_a_flag_as_text_is_refused(capsys
 
 
 def test_json_holds_the_reply_and_a_seed_that_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["generate", "-p", "Tell me a story.", "--max-tokens", "8", "--quiet"]
+    base = ["generate", "-p", "Tell me a story.", "--max-tokens", "8", "--no-thinking", "--quiet"]
     assert run([*base, "--json", "--logprobs", "2"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -325,7 +329,8 @@ def test_json_holds_the_reply_and_a_seed_that_repeats_it(capsys: pytest.CaptureF
 
 
 def test_logprobs_without_json_are_a_line_a_token(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "-p", "Hi", "--max-tokens", "3", "--temp", "0", "--logprobs", "1", "--quiet"]) == 0
+    flags = ["--max-tokens", "3", "--temp", "0", "--logprobs", "1", "--no-thinking", "--quiet"]
+    assert run(["generate", "-p", "Hi", *flags]) == 0
     out, err = capsys.readouterr()
     lines = [line.split("\t") for line in err.splitlines()]
     assert len(lines) == 3

@@ -23,11 +23,12 @@ from engine_harness import current_state, failing_at, open_engine, policy, seque
 from models import tiny_model
 from waiting import PATIENCE
 
-from lily.engine import Engine, StreamChunk
+from lily.engine import Engine
 from lily.errors import DeviceError, LilyError
 from lily.run.reply import Reply
 from lily.run.turns import Request
 from lily.sampling import SamplingParams
+from lily.streaming import StreamChunk
 
 PROMPT = "Once upon a time"
 IDS = [7, 300, 41, 5, 900, 41]  # a prompt for random-tiny

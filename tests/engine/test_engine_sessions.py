@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_device import Target, current, sweep
-from engine_harness import current_state, failing_at, open_engine, sequence_of
+from engine_harness import current_state, failing_at, message_of, open_engine, sequence_of
 from models import tiny_model
 
 from lily.engine import Completion, Engine
@@ -66,7 +66,7 @@ def send(session: Session, cold: Engine, text: str, **how: Any) -> Completion:
     want = cold_reply(cold, [*before, {"role": "user", "content": text}], **cold_how)
     assert (got.text, got.token_ids, got.logprobs) == (want.text, want.token_ids, want.logprobs)
     assert current_state(session.engine) == current_state(cold)
-    assert session.messages[-1] == {"role": "assistant", "content": got.text}
+    assert session.messages[-1] == message_of(got)
     return got
 
 
@@ -173,7 +173,8 @@ def test_tools_are_not_forgotten_after_a_cache_hit(engine, cold_engine, device):
         got = send(session, cold_engine, text, tools=TOOLS, max_tokens=device.pick(60, 4))
     assert got.cached_tokens > 50
     if not device.emulated:  # there random-tiny replies
-        assert any("get_weather" in m["content"] for m in session.messages)
+        calls = [call for message in session.messages for call in message.get("tool_calls", ())]
+        assert "get_weather" in [call["function"]["name"] for call in calls]
 
 
 def test_context_that_fills_up_during_a_conversation(device):
@@ -201,7 +202,7 @@ def test_session_keeps_its_messages(engine):
     assert session.messages == [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": "Hello!"},
-        {"role": "assistant", "content": reply.text},
+        message_of(reply),
     ]
     session.send({"role": "user", "content": "Bye!"}, **greedy())
     assert [m["role"] for m in session.messages] == ["system", "user", "assistant", "user", "assistant"]

@@ -229,6 +229,19 @@ def clear_tokens(reply: Completion) -> list[int]:
     return reply.token_ids[: next((i for i, lead in enumerate(leads) if lead < CLEAR_LEAD), len(leads))]
 
 
+def message_of(reply: Completion) -> dict[str, Any]:
+    """The assistant's message that a conversation keeps of ``reply``."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.tool_calls
+        ]
+    return message
+
+
 def log_softmax(logits: Array) -> Array:
     """Along the last axis, in float64."""
     x = np.asarray(logits, np.float64)
