@@ -23,6 +23,7 @@ from lily.errors import LilyError
 
 KEY_VARIABLE = "LILY_API_KEY"
 LEAST_QUEUE, DEFAULT_QUEUE = 16, 64
+_EVERYWHERE = ("", "0.0.0.0", "::")  # addresses to listen on, but no names of this machine
 _LEVELS = ("debug", "info", "warning", "error")
 _MISSING = "lily serve needs starlette and uvicorn; install them with: pip install '.[serve]'"
 
@@ -98,9 +99,11 @@ def serve(console: Console, flags: EngineFlags, host: str, port: int, log_level:
 
     POST /v1/chat/completions and /v1/completions, GET /v1/models and more (docs/serving.md). Ctrl-C ends it.
     """
-    key = _key(console, options["api_key_file"], options["api_key"])
+    key = _key(options["api_key_file"], options["api_key"])
     if key is not None and options["no_api_key"]:
         raise click.UsageError("--no-api-key and a key exclude each other; leave one of them out")
+    if options["api_key"] is not None:
+        console.note(f"lily: other users of this machine see --api-key; --api-key-file and {KEY_VARIABLE} hide it")
     try:
         from lily.server.serving import bind, is_exposed, url
         from lily.server.serving import serve as run
@@ -132,7 +135,7 @@ def _app(engine: Any, host: str, key: str | None, options: dict[str, Any]) -> An
 
     settings = Settings(
         model=options["served_model_name"] or engine.model.name,
-        hosts=normalised_hosts((host, *options["allowed_hosts"])),
+        hosts=normalised_hosts(options["allowed_hosts"] if host in _EVERYWHERE else (host, *options["allowed_hosts"])),
         origins=frozenset(options["allowed_origins"]),
         key=key,
         max_tokens=options["max_tokens"],
@@ -143,12 +146,11 @@ def _app(engine: Any, host: str, key: str | None, options: dict[str, Any]) -> An
     return App(engine, settings)
 
 
-def _key(console: Console, file: str | None, given: str | None) -> str | None:
+def _key(file: str | None, given: str | None) -> str | None:
     """The API key: of the one place that has it, or of the environment; None if there is none."""
     if file is not None and given is not None:
         raise click.UsageError("--api-key and --api-key-file exclude each other; give one of them")
     if given is not None:
-        console.note(f"lily: other users of this machine see --api-key; --api-key-file and {KEY_VARIABLE} hide it")
         where, key = "--api-key", given
     elif file is not None:
         where, key = file, read_text(file).strip()

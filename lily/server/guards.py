@@ -167,4 +167,4 @@ def _with_origin(send: Send, origin: str) -> Send:
 
 def normalised_hosts(names: Iterable[str]) -> frozenset[str]:
     """Names as ``host_name`` gives them."""
-    return frozenset(host_name(f"[{name}]" if name.count(":") > 1 else name) for name in names)
+    return frozenset(host_name(f"[{name.strip('[]')}]" if name.count(":") > 1 else name) for name in names)
