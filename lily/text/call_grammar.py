@@ -88,13 +88,12 @@ _spaces = Syntax.pattern(_SPACES)
 _call, _call_end = Syntax.pattern(SIGNS[CALL]), Syntax.pattern(SIGNS[CALL_END])
 _function, _parameter = _tag("function"), _tag("parameter")
 _function_close, _parameter_close = Syntax.text("</function>"), Syntax.text("</parameter>")
-_end = Syntax(r"\Z", r"\Z")
+_end = {True: Syntax(r"\Z", r"\Z"), False: Syntax("(?!)", "(?!)")}  # of the reply, by whether that is where it ends
 _second = sequence(_function, _spaces, _parameter | _function_close)  # another one inside the same <tool_call>
 
 
 def _function_end(at_end: bool) -> Syntax:
-    follows = _call_end | _call | _second
-    return sequence(_function_close, _spaces, follows | _end if at_end else follows)
+    return sequence(_function_close, _spaces, _call_end | _call | _second | _end[at_end])
 
 
 def _body(at_end: bool) -> Syntax:
@@ -103,11 +102,8 @@ def _body(at_end: bool) -> Syntax:
 
 
 def _value_end(at_end: bool) -> Syntax:
-    body = _body(at_end)
-    closed = sequence(_parameter_close, _spaces, body | _end if at_end else body)
-    forgotten = _function_end(at_end)
-    if at_end:
-        forgotten |= sequence(_call_end, _spaces, _end)
+    closed = sequence(_parameter_close, _spaces, _body(at_end) | _end[at_end])
+    forgotten = _function_end(at_end) | sequence(_call_end, _spaces, _end[at_end])
     return sequence(Syntax.pattern(r"\n?"), closed | forgotten)
 
 

@@ -106,6 +106,11 @@ class ReplyParts:
         self._calls = -1  # index of the last call
         self._arguments = Arguments({})
 
+    @property
+    def waiting(self) -> int:
+        """Characters that wait for what follows them; values that may be JSON are not among them."""
+        return len(self._text) + (self._spelled.waiting if self._spelled else 0)
+
     def push(self, text: str) -> list[Part]:
         """More text, with no lone surrogate in it."""
         return self._advance(self._spelled.push(text) if self._spelled else text)
@@ -116,8 +121,11 @@ class ReplyParts:
         return self._advance(held + grammar.SIGNS[marker])
 
     def finish(self, *, ended: bool) -> list[Part]:
-        """The end of the reply. ended: by the model, and not by a limit; only then may a last tag be missing."""
-        parts = self._advance(self._spelled.flush() if self._spelled else "", ended)
+        """The end of the reply. ended: by the model, and not by a limit; only then may a last tag be missing.
+
+        What a limit has left of a tag, or of the beginning of a call, is dropped.
+        """
+        parts = self._advance(self._spelled.flush() if self._spelled and ended else "", ended)
         rest, self._text = self._text, ""
         if self._state == self._reason:
             self._reasoning(rest)
@@ -285,6 +293,10 @@ class _SpelledMarkers:
         whole, begun = "|".join(each.whole for each in syntax), "|".join(each.begun for each in syntax)
         self._whole, self._begun = re.compile(whole), re.compile(f"(?!\\Z)(?:{begun})")
         self._held = ""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._held)
 
     def push(self, text: str) -> str:
         text = self._whole.sub(lambda found: grammar.SIGNS[found[0]], self._held + text)
