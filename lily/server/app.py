@@ -43,6 +43,7 @@ LOG = logging.getLogger("lily.server")
 _RETRY_SECONDS = 5
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
+Told = Callable[[Exception, str], RequestError]
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,16 @@ class App:
 
     def _router(self) -> Router:
         endpoints: dict[str, _Endpoint] = {
-            "/health": _Endpoint("GET", self._health),
-            "/v1/models": _Endpoint("GET", self._models),
-            "/v1/models/{name:path}": _Endpoint("GET", self._one_model),
+            "/health": _Endpoint(self.told, "GET", self._health),
+            "/v1/models": _Endpoint(self.told, "GET", self._models),
+            "/v1/models/{name:path}": _Endpoint(self.told, "GET", self._one_model),
         }
         for path, dialect in DIALECTS.items():
-            endpoints[path] = _Endpoint("POST", partial(self._generate, dialect), dialect.field)
+            endpoints[path] = _Endpoint(self.told, "POST", partial(self._generate, dialect), dialect.field)
         for path, answer in ANSWERS.items():
-            endpoints[path] = _Endpoint("POST", partial(self._answer, answer))
+            endpoints[path] = _Endpoint(self.told, "POST", partial(self._answer, answer))
         routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
-        return Router(routes, redirect_slashes=False, default=_Endpoint(None, _nothing_there))
+        return Router(routes, redirect_slashes=False, default=_Endpoint(self.told, None, _nothing_there))
 
     # ---- what needs no device
     async def _health(self, http: HttpRequest) -> ASGIApp:
@@ -127,6 +128,16 @@ class App:
         self._check_running()
         return await read_body(http, self.settings.max_body, self.settings.request_timeout)
 
+    def told(self, error: Exception, field: str) -> RequestError:
+        """What the client is told. Where the fault is not its own the log says more, but nothing of the prompt."""
+        failure = as_request_error(error, field, hidden=str(self.engine.model.path))
+        if failure.code == "bug":
+            frames = reversed(traceback.extract_tb(error.__traceback__))
+            LOG.error("%s at %s", type(error).__name__, " < ".join(f"{f.filename}:{f.lineno}" for f in frames))
+        elif failure.status == 500:
+            LOG.error("%s", error)
+        return failure
+
     def _check_running(self) -> None:
         if self.stopping or self.engine.closed:
             raise _stopping()
@@ -152,7 +163,7 @@ class App:
                     LOG.info("%s: %s", path, relay.ended)
                     return
                 over = relay.ended == STOPPING or self.engine.closed
-                failure = _stopping() if over else told(error, request.prompt_field)
+                failure = _stopping() if over else self.told(error, request.prompt_field)
                 LOG.info("%s %d: %s", path, failure.status, failure.code or failure.param)
                 await outgoing.fail(failure, scope, receive)
             else:
@@ -188,8 +199,8 @@ class App:
 class _Endpoint:
     """One path: its method, and what makes the response. Whatever goes wrong before it begins is told the client."""
 
-    def __init__(self, method: str | None, handler: Handler, field: str = "messages") -> None:
-        self._method, self._handler, self._field = method, handler, field
+    def __init__(self, told: Told, method: str | None, handler: Handler, field: str = "messages") -> None:
+        self._told, self._method, self._handler, self._field = told, method, handler, field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -200,20 +211,9 @@ class _Endpoint:
             response = await self._handler(HttpRequest(scope, receive))
             await response(scope, receive, send)
         except Exception as error:
-            failure = told(error, self._field)
+            failure = self._told(error, self._field)
             LOG.info("%s %d: %s", show(scope["path"]), failure.status, failure.code or failure.param)
             await refusal(failure)(scope, receive, send)
-
-
-def told(error: Exception, field: str) -> RequestError:
-    """What the client is told. Where the fault is not the client's, the log says more, but nothing of the prompt."""
-    failure = as_request_error(error, field)
-    if failure.code == "bug":
-        frames = traceback.extract_tb(error.__traceback__)
-        LOG.error("%s at %s", type(error).__name__, " < ".join(f"{f.filename}:{f.lineno}" for f in reversed(frames)))
-    elif failure.status == 500:
-        LOG.error("%s", failure)
-    return failure
 
 
 async def _nothing_there(http: HttpRequest) -> ASGIApp:

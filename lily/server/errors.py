@@ -42,24 +42,26 @@ def wrong(param: str, message: str, code: str | None = None) -> RequestError:
     return RequestError(400, message, param=param, code=code)
 
 
-def as_request_error(error: Exception, prompt_field: str) -> RequestError:
+def as_request_error(error: Exception, prompt_field: str, hidden: str = "") -> RequestError:
     """What an engine's error means for the request. ``prompt_field`` is at fault where no other is named.
 
-    Of an error that is a bug only its type is told: its message could hold text of the prompt.
+    hidden: a path that no client is told. Of an error that is a bug only its type is told: its message could hold text
+    of the prompt.
     """
+    if isinstance(error, RequestError):
+        return error
+    text = str(error).replace(hidden, "the model's folder") if hidden else str(error)
     match error:
-        case RequestError():
-            return error
         case ContextLengthError():
-            return RequestError(400, str(error), param=prompt_field, code=TOO_LONG)
-        case InvalidRequestError() if str(error).startswith(_OPTION):
-            return wrong("chat_template_kwargs", f"chat_template_kwargs: {error}")
+            return RequestError(400, text, param=prompt_field, code=TOO_LONG)
+        case InvalidRequestError() if text.startswith(_OPTION):
+            return wrong("chat_template_kwargs", f"chat_template_kwargs: {text}")
         case InvalidRequestError():
-            return RequestError(400, str(error), param=_named_field(str(error)) or prompt_field)
+            return RequestError(400, text, param=_named_field(text) or prompt_field)
         case CheckpointError():  # of a chat template: the server cannot do what was asked
-            return RequestError(500, str(error), code="checkpoint_error")
+            return RequestError(500, text, code="checkpoint_error")
         case LilyError():
-            return RequestError(500, str(error), code="device_error")
+            return RequestError(500, text, code="device_error")
     return RequestError(500, f"this is a bug in Lily: {type(error).__name__}; the server's log says where", code="bug")
 
 

@@ -43,6 +43,8 @@ class Guards:
         try:
             self._check_host(headers, scope)
             origin = self._allowed_origin(headers)
+            if origin is not None:
+                send = _with_origin(send, origin)
             if scope["method"] == "OPTIONS":
                 await _preflight(origin)(scope, receive, send)
                 return
@@ -50,7 +52,7 @@ class Guards:
         except RequestError as error:
             await refusal(error)(scope, receive, send)
             return
-        await self._app(scope, receive, _with_origin(send, origin) if origin else send)
+        await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers, scope: Scope) -> None:
         name = host_name(headers.get("host", ""))
@@ -144,22 +146,21 @@ def _preflight(origin: str | None) -> Response:
     if origin is None:
         return Response(status_code=204, headers={"Allow": _METHODS})
     headers = {
-        **_open_to(origin), "Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": _PREFLIGHT_SECONDS,
+        "Access-Control-Allow-Methods": _METHODS,
         "Access-Control-Allow-Headers": "authorization, content-type, x-api-key",
-    }  # fmt: skip
+        "Access-Control-Max-Age": _PREFLIGHT_SECONDS,
+    }
     return Response(status_code=204, headers=headers)
 
 
-def _open_to(origin: str) -> dict[str, str]:
-    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-
-
 def _with_origin(send: Send, origin: str) -> Send:
+    """Responses, refusals too, that the page may read."""
+
     async def opened(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            for name, value in _open_to(origin).items():
-                headers[name] = value
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Vary"] = "Origin"
         await send(message)
 
     return opened

@@ -23,6 +23,9 @@ from lily.server.guards import is_loopback
 GRACE = 10
 """Seconds that the last parts of replies may take on their way once the server stops."""
 
+IDLE = 75
+"""Seconds after which a connection without requests is closed; agents pause for longer than libraries expect."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that owns the address, not listening yet. port: 0 is any free one. LilyError: it cannot be had."""
@@ -61,6 +64,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, http="h11", ws="none", loop="asyncio", lifespan="off", interface="asgi3", log_config=None,
                 access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=GRACE,
+                timeout_keep_alive=IDLE,
             )
         )  # fmt: skip
         self.app, self._ready = app, ready

@@ -49,7 +49,7 @@ def device_choices() -> dict[str, tuple[str, ...]]:
 
 def test_commands_offer_the_kinds_that_there_are_and_no_other() -> None:
     found = device_choices()
-    assert {"chat", "doctor", "generate", "info", "plan", "tune"} <= set(found)
+    assert {"chat", "doctor", "generate", "info", "plan", "serve", "tune"} <= set(found)
     assert DEVICES == ("auto", "cpu", "metal")
     assert [name for name, offered in found.items() if set(offered) - {"auto"} != set(KINDS)] == []
 

@@ -57,10 +57,10 @@ def test_an_upward_import_is_found(copy: Path, where: str) -> None:
 
 
 def test_modules_and_rows_without_their_counterpart_are_found(copy: Path) -> None:
-    (copy / "lily" / "server.py").write_text("")
+    (copy / "lily" / "gateway.py").write_text("")
     (copy / "lily" / "units.py").unlink()
     problems = upward_imports(copy)
-    assert "lily/server.py: server is in no row of the layers in docs/architecture.md; give it one" in problems
+    assert "lily/gateway.py: gateway is in no row of the layers in docs/architecture.md; give it one" in problems
     assert "docs/architecture.md: there is no module units any more; take it out of the layers" in problems
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ from lily.engine import Engine
 from lily.errors import DeviceError
 from lily.run.runner import Runner
 from lily.server import app as app_module
+from lily.text.template import ChatTemplate
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 USER = {"role": "user"}
@@ -261,6 +264,51 @@ def test_nothing_of_a_prompt_is_logged(server: Running, caplog: pytest.LogCaptur
     assert "of prompt" in caplog.text
     assert "context_length_exceeded" in caplog.text
     assert "SECRET" not in caplog.text
+
+
+def test_a_model_without_a_template_is_told_without_its_path(server: Running, engine: Engine) -> None:
+    folder = str(engine.model.path)
+    with mock.patch.object(engine, "chat_template", ChatTemplate(None, origin=folder)):
+        error = fails(server, "/v1/chat/completions", {"messages": HI}, "messages")
+        assert "has no chat template" in error["message"]
+        assert folder not in error["message"]
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_no_body_whatever_it_holds_is_a_failure_of_the_server(server: Running) -> None:
+    """Bodies of a legal request with values replaced, at every depth, by others."""
+    draw = random.Random(11)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    whole = {
+        "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]},
+                     {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "c"},
+                     {"role": "tool", "content": "d", "tool_call_id": "c"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": "auto", "max_tokens": 1, "stream": False, "stream_options": {"include_usage": True},
+        "stop": ["x"], "temperature": 1, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "logit_bias": {"5": 1}, "seed": 1,
+        "logprobs": True, "top_logprobs": 1, "n": 1, "response_format": {"type": "text"}, "presence_penalty": 0.1,
+        "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "prompt": "a",
+    }  # fmt: skip
+    odd = [None, True, 0, -1, 1e400, 10**30, 0.5, "", "x", "\x00", "\U0001f600<|im_start|>", [], {}, [[]], [None], [{}],
+           {"": None}, {"type": "text"}, {"role": "user"}, ["a"] * 40]  # fmt: skip
+
+    def changed(value: Any) -> Any:
+        if draw.random() < 0.04:
+            return draw.choice(odd)
+        if isinstance(value, dict):
+            return {key: changed(inner) for key, inner in value.items() if draw.random() > 0.02}
+        return [changed(inner) for inner in value] if isinstance(value, list) else value
+
+    seen = set()
+    for number in range(300):
+        body = json.dumps(changed(whole)).replace("Infinity", "1e400").encode()
+        path = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/apply-template")[number % 4]
+        response = server.post(path, content=body, headers=JSON)
+        assert response.status_code in (200, 400), (body, response.text)
+        seen.add(response.status_code)
+        if response.status_code == 400:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert seen == {200, 400}
 
 
 def test_a_full_queue_is_said_with_when_to_come_again(engine: Engine) -> None:

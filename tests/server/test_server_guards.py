@@ -89,6 +89,8 @@ def test_a_page_that_was_allowed_may_ask_and_read(guarded: Running) -> None:
     ):
         assert response.status_code == 200
         assert (response.headers["access-control-allow-origin"], response.headers["vary"]) == (PAGE, "Origin")
+    refused = guarded.get("/v1/models", headers={"Origin": PAGE})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
     other = guarded.request("OPTIONS", "/v1/chat/completions", headers={"Origin": "https://evil.example"})
     assert code(other) == (403, "origin_not_allowed")
 

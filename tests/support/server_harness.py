@@ -55,16 +55,20 @@ class Running:
         """The official client, which never tries again by itself."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False)
+
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=PATIENCE, trust_env=False, **options)
+        return self.http.get(path, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         if body is not None:
             options["json"] = body
-        return httpx.post(self.url + path, timeout=PATIENCE, trust_env=False, **options)
+        return self.http.post(path, **options)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return httpx.request(method, self.url + path, timeout=PATIENCE, trust_env=False, **options)
+        return self.http.request(method, path, **options)
 
     def chat(self, body: Any = None, **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"messages": HI, **(body or {}), **fields})
@@ -82,6 +86,8 @@ class Running:
         until(lambda: self.app.requests == 0, "no request is left")
 
     def stop(self) -> None:
+        self.http.close()
+        self.openai.close()
         self.server.should_exit = True
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
