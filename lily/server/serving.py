@@ -49,7 +49,8 @@ def is_exposed(bound: socket.socket) -> bool:
 
 
 def url(bound: socket.socket, host: str) -> str:
-    """Where the server is reached."""
+    """Where this machine reaches the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound.getsockname()[0]), host)
     return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
 

@@ -107,6 +107,13 @@ def test_the_address_is_all_that_goes_to_standard_output(
     assert "lily: serving lily-tiny" in err
 
 
+def test_of_all_addresses_one_is_written_at_which_it_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served(["--host", "0.0.0.0", "--no-api-key"], monkeypatch)
+    assert capsys.readouterr().out.startswith("http://127.0.0.1:")
+
+
 def test_logging_is_as_before_when_the_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("lily.server")
     before = logger.level, logger.propagate, list(logger.handlers)

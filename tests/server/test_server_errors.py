@@ -326,6 +326,15 @@ def test_a_full_queue_is_said_with_when_to_come_again(engine: Engine) -> None:
             connection.close()
 
 
+def test_many_clients_at_once_are_all_served(server: Running) -> None:
+    """Agents send 16 requests at once and more; none is sent away."""
+    with gated() as gate, ThreadPoolExecutor(33) as pool:
+        replies = [pool.submit(server.chat, seed=n, max_tokens=2) for n in range(33)]
+        until(lambda: gate.reached == 33, "all of them are taken in")
+        gate.open()
+        assert {reply.result().status_code for reply in replies} == {200}
+
+
 def test_a_closed_engine_is_told_by_health_and_by_every_request() -> None:
     engine = open_tiny(max_context=64)
     with serving(engine) as server:

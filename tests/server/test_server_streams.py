@@ -183,7 +183,7 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_loses_its_reply(
 
 
 class Endless:
-    """A reply that has always one more chunk."""
+    """A reply that has always one more chunk, or nearly so."""
 
     def __init__(self) -> None:
         self.taken, self.cancelled = 0, False
@@ -198,7 +198,7 @@ class Endless:
         self.cancelled = True
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        while not self.cancelled:
+        while not self.cancelled and self.taken < 1000:
             self.taken += 1
             yield StreamChunk("a")
 
