@@ -758,3 +758,9 @@ def test_many_threads_render_what_one_renders() -> None:
     chats = [[{**U, "content": f"number {number}"}] for number in range(64)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(embedded().render, chats)) == [embedded().render(chat) for chat in chats]
+
+
+def test_the_options_of_a_template_are_what_it_reads_beside_what_it_is_given() -> None:
+    template = ChatTemplate("{{ messages }}{{ tools }}{{ eos_token }}{% if enable_thinking %}{{ name }}{% endif %}")
+    assert template.options == {"enable_thinking", "name"}
+    assert ChatTemplate(None).options == frozenset()
