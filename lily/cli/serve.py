@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,9 +20,16 @@ from lily.cli.generate import describe
 from lily.cli.options import EngineFlags, console_options, engine_options, json_object, shell_text
 from lily.cli.prompts import read_text
 from lily.errors import LilyError
+from lily.server.settings import Settings
+
+if TYPE_CHECKING:
+    from lily.engine import Engine
+    from lily.server.app import App
 
 KEY_VARIABLE = "LILY_API_KEY"
-LEAST_QUEUE, DEFAULT_QUEUE = 16, 64
+LEAST_QUEUE = 16
+"""Agents send that many requests at once; none of them may be sent away."""
+
 _EVERYWHERE = ("", "0.0.0.0", "::")  # addresses to listen on, but no names of this machine
 _LEVELS = ("debug", "info", "warning", "error")
 _MISSING = "lily serve needs starlette and uvicorn; install them with: pip install '.[serve]'"
@@ -71,7 +78,7 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option(
     "--queue",
     type=click.IntRange(LEAST_QUEUE, 4096),
-    default=DEFAULT_QUEUE,
+    default=Settings.queue,
     show_default=True,
     metavar="N",
     help="Requests that may wait.",
@@ -79,7 +86,7 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option(
     "--request-timeout",
     type=click.FloatRange(min=1, max=86400),
-    default=300,
+    default=Settings.request_timeout,
     show_default=True,
     metavar="SECONDS",
     help="How long a client may take to send a request, and may leave a reply unread.",
@@ -128,10 +135,10 @@ def serve(console: Console, flags: EngineFlags, host: str, port: int, log_level:
             run(_app(engine, host, key, options), bound, ready)
 
 
-def _app(engine: Any, host: str, key: str | None, options: dict[str, Any]) -> Any:
+def _app(engine: Engine, host: str, key: str | None, options: dict[str, Any]) -> App:
+    """The application that the flags ask for."""
     from lily.server.app import App
     from lily.server.guards import normalised_hosts
-    from lily.server.settings import Settings
 
     settings = Settings(
         model=options["served_model_name"] or engine.model.name,
