@@ -17,6 +17,7 @@ from lily.engine import Engine
 from lily.errors import DeviceError
 from lily.run.runner import Runner
 from lily.server import app as app_module
+from lily.server.chat import ChatReply
 from lily.text.template import ChatTemplate
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
@@ -253,6 +254,13 @@ def test_a_bug_is_told_without_the_prompt(server: Running, caplog: pytest.LogCap
     assert "SECRET" not in response.text + caplog.text
     assert "ZeroDivisionError at " in caplog.text
     assert server.chat(max_tokens=1).status_code == 200
+
+
+def test_a_bug_while_a_reply_is_sent_ends_the_reply(server: Running) -> None:
+    with mock.patch.object(ChatReply, "push", side_effect=ZeroDivisionError):
+        response = server.chat(stream=True, ignore_eos=True)
+        assert response.text.endswith('"code":"bug"}}\n\n')
+        server.is_free()
 
 
 def test_nothing_of_a_prompt_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -174,7 +174,7 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_loses_its_reply(
             "type": "http", "method": "POST", "path": CHAT, "query_string": b"", "server": ("127.0.0.1", 1),
             "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "root_path": "",
         }  # fmt: skip
-        await app(scope, receive, send)
+        await asyncio.wait_for(app(scope, receive, send), PATIENCE)
 
     asyncio.run(request())
     until(lambda: app.requests == 0, "its reply has ended")
