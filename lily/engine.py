@@ -277,7 +277,7 @@ class Engine:
 
     def reply_form(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None) -> ReplyForm:
         """What the reply to the rendered chat ``prompt`` begins with, and the ``tools`` that it may call."""
-        last = max((place for place, id in enumerate(prompt) if id == self._message_start), default=0)
+        last = next((place for place in reversed(range(len(prompt))) if prompt[place] == self._message_start), 0)
         return ReplyForm.of(self.tokenizer.decode(prompt[last:]), tools)
 
     def session(self, *, system: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> Session:

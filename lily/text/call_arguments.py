@@ -89,10 +89,6 @@ class Arguments:
         self._head = ""  # the beginning of it
         self._left_out = False
 
-    def lacks(self, key: str) -> bool:
-        """Whether the tool has such a parameter, and the call has not given it so far."""
-        return key in self._types_of and key not in self._given
-
     def begin(self, key: str) -> str:
         """The next parameter."""
         self._left_out = key in self._given
@@ -152,7 +148,7 @@ def _may_be_json(head: str, types: Iterable[str]) -> bool:
 def _as_json(text: str, types: frozenset[str]) -> str:
     """A complete value: itself if it is JSON of one of ``types``, otherwise a JSON string."""
     bare = text.strip(_SPACE)
-    if "string" not in types and bare in _PYTHON and _LITERALS[_PYTHON[bare]] in types:
+    if bare in _PYTHON and _LITERALS[_PYTHON[bare]] in types:
         bare = _PYTHON[bare]  # as models write that have read more Python than JSON
     kind = _json_kind(bare)
     fits = kind in types or (kind == "integer" and "number" in types)

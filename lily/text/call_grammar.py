@@ -115,8 +115,6 @@ BEGIN = {at_end: Ahead(_begin(at_end)) for at_end in (False, True)}
 """A call; by whether the text ends there for good."""
 VALUE_END = {at_end: Ahead(_value_end(at_end)) for at_end in (False, True)}
 """What ends a value, the newline before it included."""
-NEXT_PARAMETER = Ahead(sequence(Syntax.text("\n"), _parameter))
-"""A parameter at the beginning of a line: ends a value too, if the tool has such a parameter."""
 
 HEAD = re.compile(f"{SIGNS[CALL]}{_SPACES}<function=({_NAME})>{_SPACES}")
 SECOND = Ahead(_second)
@@ -124,6 +122,6 @@ SECOND_HEAD = re.compile(f"<function=({_NAME})>{_SPACES}(?=<parameter={_NAME}>|<
 PARAMETER = re.compile(f"<parameter=({_NAME})>")
 PARAMETER_CLOSE = re.compile(f"\\n?(?:</parameter>{_SPACES})?")
 FUNCTION_CLOSE = re.compile(f"</function>{_SPACES}")
-_CANDIDATE = Syntax.text("</parameter>") | Syntax.text("</function>") | Syntax.text("<parameter=") | _call_end
+_CANDIDATE = Syntax.text("</parameter>") | Syntax.text("</function>") | _call_end
 POSSIBLE_END = re.compile(f"\\n?{_CANDIDATE.begun}|\\n\\Z")
 """Where the end of a value may be, also where it may only have begun."""

@@ -8,7 +8,9 @@ What is taken although it is not quite the form: a ``<think>`` at the beginning 
 forgotten ``</parameter>``, ``</function>`` or ``</tool_call>`` where what follows leaves no doubt; no newlines around a
 value; a second function inside one ``<tool_call>``; a tag left open at the end of a reply that was not cut off.
 
-Not handled: calls inside of reasoning, which are text; control tokens (the caller hides them); stop strings.
+Not handled: a ``</parameter>`` forgotten before the next parameter, whose tag is part of the value then, since values
+may hold such tags and a wrong value is worse than one that is refused; calls inside of reasoning, which are text;
+control tokens (the caller hides them); stop strings.
 """
 
 from __future__ import annotations
@@ -222,7 +224,7 @@ class ReplyParts:
         text, place = self._text, 0
         while place < len(text) and (found := grammar.POSSIBLE_END.search(text, place)):
             place = found.start() + 1
-            ends = self._value_ends(found.start(), at_end)
+            ends = grammar.VALUE_END[at_end].at(text, found.start())
             if ends is None and not at_end:
                 self._give(self._argument, found.start())
                 return False
@@ -234,13 +236,6 @@ class ReplyParts:
                 return True
         self._give(self._argument, len(text))
         return False
-
-    def _value_ends(self, place: int, at_end: bool) -> bool | None:
-        ends = grammar.VALUE_END[at_end].at(self._text, place)
-        if not ends and (next_one := grammar.NEXT_PARAMETER.at(self._text, place)) is not False:
-            found = grammar.PARAMETER.match(self._text, place + 1) if next_one else None
-            return self._arguments.lacks(found[1].rstrip()) if found else None
-        return ends
 
     # ---- what is given out
     def _give(self, give: Callable[[str], None], count: int) -> None:

@@ -192,8 +192,10 @@ def test_stop_strings_are_looked_for_in_the_content_alone(
     case: tuple[str, dict[str, Any], str, str | None, int], markers: bool
 ) -> None:
     text, how, content, reasoning, calls = case
-    done = say(text, markers=markers, **how)
+    tokenizer = Bytes(markers=markers)
+    chunks, done = reply(tokenizer.ids(text), tokenizer=tokenizer, **how)
     assert (done.text, done.reasoning, len(done.tool_calls)) == (content, reasoning, calls)
+    assert len({delta.index for chunk in chunks for delta in chunk.tool_calls}) == calls  # none that begins after it
     for seed in range(20):
         assert seen(say(text, markers=markers, seed=seed, **how)) == seen(done)
 
@@ -223,6 +225,14 @@ def test_a_marker_that_ends_the_reply_is_no_marker() -> None:
     done = reply(ids, tokenizer=tokenizer, stop_ids=frozenset({END, ids[-1]}))[1]
     assert (done.token_ids, done.finish_reason) == (ids, "tool_calls")
     assert [one.arguments for one in done.tool_calls] == [EDIT_ARGUMENTS]
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_a_marker_that_ends_the_reply_has_no_text(marker: str) -> None:
+    tokenizer = Bytes()
+    ids = [65, *tokenizer.ids(marker)]
+    done = reply(ids, tokenizer=tokenizer, stop_ids=frozenset({END, ids[-1]}))[1]
+    assert (done.text, done.token_ids, done.finish_reason) == ("A", ids, "stop")
 
 
 def test_a_token_gives_one_delta_of_each_call() -> None:

@@ -114,7 +114,6 @@ LENIENT = {
     "a value without its last newline": (PATH.replace("@", "\na b"), ("edit", {"path": "a b"})),
     "spaces between tags": (re.sub("(?<=>)\n(?=<)", " \r\n\t", EDIT), EDITED),
     "no </parameter> at the end": (EDIT.replace("3\n</parameter>", "3"), EDITED),
-    "no </parameter> before a parameter of the tool": (EDIT.replace("a.py\n</parameter>", "a.py"), EDITED),
     "no </function>": (EDIT.replace("</function>\n", ""), EDITED),
     "no </tool_call>": (EDIT.removesuffix("\n</tool_call>"), EDITED),
     "no </tool_call>, and a newline": (EDIT.removesuffix("</tool_call>"), EDITED),
@@ -207,6 +206,18 @@ def test_a_call_ends_where_the_next_one_begins(reply: str) -> None:
     check(f"{reply}\n{LIST}", ANSWERING, got, count=5)
 
 
+def test_many_newlines_at_the_beginning_are_not_held_back_for_a_tag_that_may_come() -> None:
+    reply = "\n" * 2000 + "a"
+    assert split(list(reply), prompt=START).content == reply
+
+
+def test_three_functions_in_one_pair_of_tags_are_three_calls() -> None:
+    two = "<function=list>\n</function>\n<function=list>\n</function>\n</tool_call>"
+    got = split(tokens(EDIT.removesuffix("</tool_call>") + two))
+    assert got.parsed == [EDITED, ("list", {}), ("list", {})]
+    check(EDIT.removesuffix("</tool_call>") + two, ANSWERING, got)
+
+
 def test_two_functions_in_one_pair_of_tags_are_two_calls() -> None:
     reply = EDIT.replace(
         "\n</tool_call>", "\n<function=edit>\n<parameter=text>\nb\n</parameter>\n</function>\n</tool_call>"
@@ -216,11 +227,10 @@ def test_two_functions_in_one_pair_of_tags_are_two_calls() -> None:
     check(reply, ANSWERING, got)
 
 
-def test_a_next_parameter_ends_a_value_only_if_the_tool_has_it_and_it_was_not_given() -> None:
-    reply = call("edit", ("path", "a\n<parameter=other>\nb\n<parameter=path>\nc\n<parameter=count>\n4"))
-    got = split(tokens(reply))
-    assert got.parsed == [("edit", {"path": "a\n<parameter=other>\nb\n<parameter=path>\nc", "count": 4})]
-    check(reply, ANSWERING, got, count=5)
+def test_the_tag_of_a_parameter_does_not_end_a_value() -> None:
+    """Not even of one that the tool has and the call lacks: the value may be a text about calls."""
+    value = "a\n<parameter=count>\n4"
+    assert split(tokens(call("edit", ("path", value)))).parsed == [("edit", {"path": value})]
 
 
 def test_a_call_that_is_open_when_the_model_ends_is_none() -> None:

@@ -64,17 +64,19 @@ def _kernels(*files: str) -> tuple[str, ...]:
     return tuple(f"tests/{file}" for file in files)
 
 
-_EXACT, _GOLDEN, _API = "engine_exact", "engine_golden", "engine_api"
+_EXACT, _GOLDEN, _API, _CHAT = "engine_exact", "engine_golden", "engine_api", "engine_chat"
 _LIMITS, _SAMPLING, _SESSIONS, _ABLATIONS = "engine_limits", "engine_sampling", "engine_sessions", "ablations"
 
 SUBJECTS = (
     Subject(
-        "text", ("lily/text/*.py",), 8,
+        "text", ("lily/text/*.py",), 15,
         {
             "stops.py": ("tests/text/test_stops.py",),
             "detokenizer.py": ("tests/text/test_detokenizer.py",),
             "tokenizer.py": ("tests/text/test_tokenizer.py", "tests/text/test_detokenizer.py"),
             "template*.py": ("tests/text/test_template.py",),
+            "reply_parts.py": ("tests/text/test_reply_parts.py tests/engine/test_reply_text.py",),
+            "call_*.py": ("tests/text/test_call_arguments.py tests/text/test_reply_parts.py",),
             "*": ("tests/text",),
         },
     ),
@@ -99,12 +101,16 @@ SUBJECTS = (
     ),
     Subject(
         "runner",
-        ("lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/streaming.py", "lily/session.py"), 17,
+        (
+            "lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/reply_text.py", "lily/streaming.py",
+            "lily/session.py",
+        ), 20,
         {
             "_routing.pyx": ("tests/run",),
             "host_steps.py": (_engine(_ABLATIONS, before="tests/run"),),
             "turns.py": ("tests/run/test_turns.py", _engine(_API, _SESSIONS), _METAL_FAULTS),
-            "session.py": (_engine(_SESSIONS, _API),),
+            "session.py": (_engine(_SESSIONS, _CHAT, _API),),
+            "reply_text.py": (_engine("reply_text", _CHAT, _API),),
             "*": (_engine(_API, _LIMITS, _SAMPLING, _EXACT, _SESSIONS, before="tests/run"), _METAL_FAULTS),
         },
         left_out=("lily/run/budget.py", "lily/run/chunks.py"),
@@ -174,7 +180,7 @@ SUBJECTS = (
         ("comparison", "off-by-one", "statement", "barrier"),
     ),
     Subject(
-        "cli", ("lily/cli/*.py",), 8,
+        "cli", ("lily/cli/*.py",), 9,
         {
             "chat.py": ("LILY_DEVICE=cpu tests/cli/test_cli_chat.py",),
             "plan.py": ("tests/plan/test_plan_command.py",),
