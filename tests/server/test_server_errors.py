@@ -114,7 +114,7 @@ WRONG_TOKENS: list[tuple[str, dict[str, Any], str]] = [
 ]
 NO_OBJECTS = [
     b"", b"{", b"[]", b'"x"', b"3", b"null", b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000,
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"seed": ' + b"9" * 5000 + b"}",
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"prompt": "a", "stop": "\\uD800"}', b'{"seed": ' + b"9" * 5000 + b"}",
 ]  # fmt: skip
 
 
@@ -164,9 +164,10 @@ def test_an_image_is_refused_by_name(server: Running) -> None:
 
 @pytest.mark.parametrize("body", NO_OBJECTS, ids=lambda body: repr(body[:40]))
 def test_a_body_that_is_no_json_object_is_refused(server: Running, body: bytes) -> None:
-    response = server.post("/v1/chat/completions", content=body, headers=JSON)
-    assert response.status_code == 400
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        response = server.post(path, content=body, headers=JSON)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] is None
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
