@@ -114,7 +114,8 @@ WRONG_TOKENS: list[tuple[str, dict[str, Any], str]] = [
 ]
 NO_OBJECTS = [
     b"", b"{", b"[]", b'"x"', b"3", b"null", b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000,
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"prompt": "a", "stop": "\\uD800"}', b'{"seed": ' + b"9" * 5000 + b"}",
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"prompt": "a", "stop": "\\uD800"}', b'{"seed": ' + b"9" * 5000 + b"}",
 ]  # fmt: skip
 
 
