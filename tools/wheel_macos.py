@@ -98,7 +98,7 @@ def main(target: Path = ROOT / "dist") -> None:
     """Writes the wheel into ``target``."""
     os.chdir(ROOT)
     rules = load(ROOT / "setup.py", "lily_setup")
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     sdk = load(ROOT / "tests" / "metal" / "toolchain.py", "lily_macos_sdk")
     shutil.rmtree(WORK / "lib", ignore_errors=True)
     WORK.mkdir(parents=True, exist_ok=True)

@@ -328,6 +328,7 @@ static void *run_queue(void *argument) {
     if (committed) complain("commit twice");
     pthread_mutex_lock(&queue->mutex);
     committed = true;
+    number = ++queue->made; // of those that are run: one that got no encoder is dropped
     state = MTLCommandBufferStatusCommitted;
     for (StandinCommands *earlier in queue->waiting) {
         const bool fenced = waits && waits == earlier->updates && !config.unfenced;
@@ -372,7 +373,6 @@ static void *run_queue(void *argument) {
     while (open >= capacity) pthread_cond_wait(&changed, &mutex);
     open++;
     StandinCommands *c = [[[StandinCommands alloc] init] autorelease];
-    c->number = ++made;
     pthread_mutex_unlock(&mutex);
     born("command buffer");
     c->queue = self;
