@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: a model on a device, and the calls that make text.
 
-One engine runs one request at a time; calls from any thread queue (run/turns.py).  Not handled: batching of requests.
+Calls may come from any thread; a thread of the engine's own does their work, several requests in turn
+(run/scheduler.py).
+Not handled: batching of requests.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
 
 import numpy as np
 
@@ -22,22 +24,26 @@ from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.resolve import resolve_model
 from lily.checks.tensor_check import open_checked
 from lily.device.description import described
-from lily.device.device import cpu_remedy
+from lily.device.device import Device, cpu_remedy
 from lily.device.kinds import choose_device
 from lily.device.pipelines import compile_pipelines, pipelines
 from lily.device.tuned import opening_options
 from lily.device.weights import Weights
-from lily.errors import DeviceError, InvalidRequestError, LilyError, show
+from lily.errors import DeviceError, InvalidRequestError, show
 from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.reply_text import ReplyText
-from lily.run.budget import SNAPSHOTS, Budget, plan_context
+from lily.run.budget import SNAPSHOTS, Budget, plan_context, residents_bytes, sequence_bytes
 from lily.run.chunks import cut
+from lily.run.requests import Request
+from lily.run.residents import Residents
 from lily.run.runner import Runner
-from lily.run.turns import Request, Turns
+from lily.run.scheduler import Scheduler, Task, Work
+from lily.run.sequence import Sequence as DeviceSequence
+from lily.run.sequence import check_context
 from lily.sampling import Sampling, SamplingParams, check_ids, checkpoint_defaults, make_params
-from lily.streaming import Completion, Control, ReplyChunks, Stream
+from lily.streaming import Completion, ReplyChunks, Stream
 from lily.text.reply_parts import ReplyForm
 from lily.text.stops import stop_ids
 from lily.text.template import ChatTemplate, checked_options
@@ -48,6 +54,8 @@ if TYPE_CHECKING:
 
 MESSAGE_START = "<|im_start|>"
 MAX_THREADS = 256
+MAX_SEQUENCES = 64
+SEQUENCES = 4
 _PROMPTS = "a prompt is text or a list of token ids (whole numbers)"
 
 OnPrompt = Callable[[int, int], None]
@@ -69,19 +77,19 @@ class Engine:
     model: a folder, ``ORG/NAME[@REVISION]`` in the Hugging Face cache, or None for the small embedded model.
     device: ``auto``, ``cpu`` or ``metal``. max_context: tokens of prompt and reply together; by default what
     the model allows and memory holds. threads: of the cpu device. ablate: names of mechanisms to switch off.
-    progress: called with (bytes done, bytes in all) while weights are read.
+    progress: called with (bytes done, bytes in all) while weights are read. sequences: conversations, at most, that
+    stay on the device and may be under way at the same time.
     Raises CheckpointError, DeviceError or InvalidRequestError.
     """
 
     def __init__(
         self, model: str | Path | None = None, *, device: str = "auto", max_context: int | None = None,
         threads: int | None = None, ablate: Sequence[str] | str = (),
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[int, int], None] | None = None, sequences: int = SEQUENCES,
     ) -> None:  # fmt: skip
-        self.turns = Turns()
         self._closed = True  # until everything is there
-        self._broken = False  # something may have broken into a request
         _check_options(max_context, threads)
+        self.sequences = _checked_sequences(sequences)
         name = choose_device(device)
         self._policy = policy_for(name, _ablations(ablate))
         self.model = resolve_model(None if model is None else str(model))
@@ -114,8 +122,9 @@ class Engine:
         """Weights into the device's memory, kernels compiled, a sequence ready to begin."""
         config, device = self.config, self._device
         weights = map_weights(config, self._policy)
+        budget = Budget.of(device)
         self.max_context, self.memory = plan_context(
-            config, self._policy, weights, budget=Budget.of(device), max_context=max_context, name=self.model.name
+            config, self._policy, weights, budget=budget, max_context=max_context, name=self.model.name
         )
         with cpu_remedy(asked):
             compile_pipelines(device, pipelines(config, self._policy, weights, self.max_context))
@@ -134,9 +143,16 @@ class Engine:
             vocab = min(self.tokenizer.num_tokens, config.vocab_size)
             self._runner = Runner(device, config, self._policy, self._weights, vocab=vocab)
             parts.callback(self._runner.close)
-            self._sequence = self._runner.sequence(max_context=self.max_context, snapshots=SNAPSHOTS)
+            needed = partial(sequence_bytes, config, self._policy)
+            self._residents = Residents(
+                self._runner, count=self.sequences, max_context=self.max_context, snapshots=SNAPSHOTS,
+                budget=residents_bytes(budget, self.memory, needed(self.max_context)), sequence_bytes=needed,
+            )  # fmt: skip
             self._device_info = described(device.info)
-            self._parts = parts.pop_all()
+            kept = parts.pop_all()
+        self._scheduler = Scheduler(
+            self._residents, abandon=self._runner.abandon, release=partial(_release, kept, device)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -154,22 +170,16 @@ class Engine:
         A call that runs in another thread is waited for; a stream that is not read to its end is cancelled.
         """
         self._closed = True  # for those that wait
-        control = Control()
-        with control.alive:
-            try:
-                self.turns.enter(control, _close_stream)
-                self._parts.close()
-                self._device.close()
-            finally:
-                self.turns.leave(control)
+        if (scheduler := getattr(self, "_scheduler", None)) is not None:
+            scheduler.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine owns its device's memory: it cannot be copied or pickled")
 
     @property
     def closed(self) -> bool:
-        """Whether no request can run any more."""
-        return self._closed
+        """Whether no request can run any more: it was closed, or its thread has failed."""
+        return self._closed or self._scheduler.failure is not None
 
     @property
     def info(self) -> dict[str, Any]:
@@ -186,6 +196,7 @@ class Engine:
             "vocab_size": c.vocab_size,
             "device": {"name": self._policy.device, **self._device_info},
             "max_context": self.max_context,
+            "sequences": self.sequences,
             "memory": {**asdict(self.memory), "total": self.memory.total},
             "sampling_defaults": dict(self._defaults),
             "stop_token_ids": list(self._stop_ids),
@@ -215,19 +226,19 @@ class Engine:
         (tokens of the prompt that are done, tokens in all), first before any is run and then after each chunk; it
         must not call the engine, which is busy with this request.
         """
-        return Stream(self.turns, self.request(prompt, sampling, params, on_prompt))
+        return Stream(self.request(prompt, sampling, params, on_prompt))
 
     def request(
         self, prompt: str | Sequence[int], sampling: Mapping[str, Any], params: SamplingParams | None = None,
         on_prompt: OnPrompt | None = None, form: ReplyForm | None = None,
-    ) -> Callable[[Control], ReplyChunks]:  # fmt: skip
+    ) -> Callable[[Request], ReplyChunks]:  # fmt: skip
         """A checked request, to be run as a stream's chunks. form: of a chat's reply, which is split into its parts."""
         self._check_open()
         tokens = self._prompt_tokens(prompt)
         used = make_params(self._defaults, sampling, params).with_seed()
         stops = self._stop_token_ids(used)
         check_ids(used, stops, self.tokenizer.num_tokens)
-        return partial(self._run, tokens, used, stops, on_prompt or _nobody_waits, form)
+        return partial(self._chunks, tokens, used, stops, on_prompt or _nobody_waits, form)
 
     @overload
     def chat(
@@ -257,7 +268,7 @@ class Engine:
         """
         tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs, continuation=continuation)
         request = self.request(tokens, sampling, params, on_prompt, self.reply_form(tokens, tools))
-        reply = Stream(self.turns, request)
+        reply = Stream(request)
         if stream:
             return reply
         with reply:
@@ -296,15 +307,11 @@ class Engine:
             raise InvalidRequestError(f"top_k is {show(top_k)}; allowed are 0 to {min(MAX_SCORE_TOP, known)}")
         if max(ids[1:]) >= known:
             raise InvalidRequestError(f"token id {max(ids[1:])} is a padding row, never drawn: it has no probability")
-        control, runner, sequence = Control(), self._runner, self._sequence
-        sequence.check_context(len(ids) - 1, "text to score")
-        with control.alive, self._turn(control):
-            sequence.reset()
-            runner.reserve(sequence, len(ids) - 1)
-            parts = [
-                runner.score(sequence, ids[chunk.start : chunk.end], ids[chunk.start + 1 : chunk.end + 1], top_k)
-                for chunk in cut(ids[:-1], 0, self._policy, self._message_start)
-            ]
+        check_context(self.config, self.max_context, len(ids) - 1, "text to score")
+        request = Request()
+        task = Task(request, (), len(ids), partial(self._score, request, ids, top_k))
+        with request.reading:
+            parts = list(self._received(task, _nobody_waits))
         logprobs, top_ids, values, flags = (np.concatenate(x) for x in zip(*parts, strict=True))
         if flags.any():
             raise DeviceError(f"the logits at position {int(flags.argmax())} are not finite: the weights are damaged")
@@ -315,7 +322,7 @@ class Engine:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt, _PROMPTS)
         if not tokens:
             raise InvalidRequestError("the prompt is empty; give at least one token")
-        self._sequence.check_context(len(tokens))
+        check_context(self.config, self.max_context, len(tokens))
         return tokens
 
     def _check_ids(self, ids: Sequence[int], allowed: str) -> list[int]:
@@ -343,66 +350,79 @@ class Engine:
         if self._closed:
             raise InvalidRequestError("the engine is closed")
 
-    @contextmanager
-    def _turn(self, control: Control) -> Iterator[bool]:
-        """The device for one request; False if it was cancelled while it waited.
-
-        After what broke in at an unknown place (Ctrl-C) the next request starts from nothing.
-        """
+    def _received(self, task: Task, on_prompt: OnPrompt) -> Iterator[Any]:
+        """Has ``task`` done and gives what comes of it, in the caller's thread; it ends with whoever reads."""
+        self._check_open()
+        request = task.request
+        if request.cancelled:
+            return
+        self._scheduler.submit(task)
         try:
-            if not self.turns.enter(control, _read_ahead):
-                yield False
-                return
-            self._check_open()
-            if self._broken:
-                self._runner.abandon(self._sequence)
-            self._broken = True
-            try:
-                yield True
-            except (LilyError, GeneratorExit):
-                self._broken = False
-                raise
-            self._broken = False
-        finally:
-            self.turns.leave(control)
-
-    def _run(
-        self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], on_prompt: OnPrompt,
-        form: ReplyForm | None, control: Control,
-    ) -> ReplyChunks:  # fmt: skip
-        with control.alive, self._turn(control) as mine:
-            if not mine:
-                return
-            began, runner, sequence = time.perf_counter(), self._runner, self._sequence
-            cached = sequence.resume(tokens)
-            runner.reserve(sequence, len(tokens) + 1)
-            limit = params.limit(self.max_context - len(tokens))
-            *chunks, last = cut(tokens, cached, self._policy, self._message_start)
-            on_prompt(cached, len(tokens))
-            for chunk in chunks:
-                runner.prefill(sequence, tokens[chunk.start : chunk.end])
-                if chunk.keep:
-                    sequence.snapshot()
-                on_prompt(chunk.end, len(tokens))
-                if control.cancelled:
-                    return
-            text = ReplyText(
-                self.tokenizer, tokens, params, hidden=self.skip_ids(), stop_ids=frozenset(stop_ids), form=form,
-                cached=cached, began=began,
-            )  # fmt: skip
-            reply = runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
-            try:
-                on_prompt(len(tokens), len(tokens))
-                while (token := reply.next()) is not None and not control.cancelled:
-                    reply_chunk = text.push(token, last=len(text.token_ids) + 1 == limit)
-                    if reply_chunk.completion is not None:
-                        break
-                    yield reply_chunk
+            for event in request.events():
+                if isinstance(event, _Progress):
+                    on_prompt(event.done, event.total)
                 else:
-                    return
-            finally:
-                reply.stop()
-        yield reply_chunk  # the engine is free before the last one is read
+                    yield event
+        except GeneratorExit:  # it is being closed: nothing more is done for it afterwards
+            request.cancel()
+            self._scheduler.settle(request)
+            raise
+        finally:
+            if not request.over.is_set():  # Ctrl-C waits for nobody
+                request.cancel()
+
+    def _chunks(
+        self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], on_prompt: OnPrompt,
+        form: ReplyForm | None, request: Request,
+    ) -> ReplyChunks:  # fmt: skip
+        limit = params.limit(self.max_context - len(tokens))
+        work = partial(self._reply, request, tokens, params, stop_ids, limit, form)
+        yield from self._received(Task(request, tokens, len(tokens) + limit, work), on_prompt)
+
+    def _reply(
+        self, request: Request, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], limit: int,
+        form: ReplyForm | None, sequence: DeviceSequence,
+    ) -> Work:  # fmt: skip
+        """The engine's work on a prompt and its reply; what comes of it is put into ``request``."""
+        began, runner, total = time.perf_counter(), self._runner, len(tokens)
+        cached = sequence.resume(tokens)
+        runner.reserve(sequence, total + 1)
+        *chunks, last = cut(tokens, cached, self._policy, self._message_start)
+        request.put(_Progress(cached, total))
+        for chunk in chunks:
+            yield total - chunk.start
+            runner.prefill(sequence, tokens[chunk.start : chunk.end])
+            if chunk.keep:
+                sequence.snapshot()
+            request.put(_Progress(chunk.end, total))
+        yield total - last.start
+        text = ReplyText(
+            self.tokenizer, tokens, params, hidden=self.skip_ids(), stop_ids=frozenset(stop_ids), form=form,
+            cached=cached, began=began,
+        )  # fmt: skip
+        reply = runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
+        try:
+            request.put(_Progress(total, total))
+            while (token := reply.next()) is not None:
+                reply_chunk = text.push(token, last=len(text.token_ids) + 1 == limit)
+                if reply_chunk.completion is not None:
+                    break
+                request.put(reply_chunk)
+                yield 0
+            else:
+                return
+        finally:
+            reply.stop()
+        request.put(reply_chunk)  # the device has finished before the last one is read
+
+    def _score(self, request: Request, ids: list[int], top_k: int, sequence: DeviceSequence) -> Work:
+        """The engine's work on a text to be scored; each chunk's results are put into ``request``."""
+        sequence.reset()
+        self._runner.reserve(sequence, len(ids) - 1)
+        for chunk in cut(ids[:-1], 0, self._policy, self._message_start):
+            yield len(ids) - 1 - chunk.start
+            targets = ids[chunk.start + 1 : chunk.end + 1]
+            request.put(self._runner.score(sequence, ids[chunk.start : chunk.end], targets, top_k))
 
     def skip_ids(self) -> frozenset[int]:
         """Ids without visible text: control tokens, and those that end a reply."""
@@ -422,6 +442,18 @@ def _ablations(given: object) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _checked_sequences(given: object) -> int:
+    if type(given) is not int or not 1 <= given <= MAX_SEQUENCES:
+        raise InvalidRequestError(f"sequences is {show(given)}; allowed: a whole number from 1 to {MAX_SEQUENCES}")
+    return given
+
+
+def _release(parts: ExitStack, device: Device) -> None:
+    """Gives everything on the device back; the engine's thread does it in the end."""
+    parts.close()
+    device.close()
+
+
 def _nobody_waits(done: int, total: int) -> None:
     """The ``on_prompt`` of those who gave none."""
 
@@ -433,15 +465,8 @@ def _check_options(max_context: object, threads: object) -> None:
         raise InvalidRequestError(f"threads is {show(threads)}; allowed: a whole number from 1 to {MAX_THREADS}")
 
 
-def _read_ahead(holder: Request) -> None:
-    """What a request does about a stream that holds the device and that nobody is reading."""
-    stream = holder.stream if isinstance(holder, Control) else None
-    if stream is not None:
-        stream.read_ahead()
+class _Progress(NamedTuple):
+    """Of a prompt: tokens that are done, tokens in all."""
 
-
-def _close_stream(holder: Request) -> None:
-    """What the end of the engine does about it."""
-    stream = holder.stream if isinstance(holder, Control) else None
-    if stream is not None:
-        stream.close()
+    done: int
+    total: int

@@ -15,8 +15,9 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lily.errors import InvalidRequestError, LilyError, show
+from lily.run.requests import Request
 from lily.sampling import Sampling, SamplingParams
-from lily.streaming import Completion, Control, ReplyChunks, Stream, StreamChunk, ToolCallDelta
+from lily.streaming import Completion, ReplyChunks, Stream, StreamChunk, ToolCallDelta
 from lily.text.template import checked_options
 
 if TYPE_CHECKING:
@@ -60,17 +61,14 @@ class Session:
         turn = _turn_of(message)
         before = deepcopy(self.messages)
 
-        def request() -> Callable[[Control], ReplyChunks]:
+        def request() -> Callable[[Request], ReplyChunks]:
             messages = [*self.messages, turn]
             prompt = self.engine.render_chat(messages, tools=tools, template_kwargs=self.template_kwargs)
             form = self.engine.reply_form(prompt, tools)
             return self.engine.request(prompt, sampling, params, on_prompt, form)
 
         checked = request()  # what is wrong with it is said at once
-        return Stream(
-            self.engine.turns,
-            lambda control: self._turn(turn, lambda: (checked if self.messages == before else request())(control)),
-        )
+        return Stream(lambda made: self._turn(turn, lambda: (checked if self.messages == before else request())(made)))
 
     def _turn(self, turn: dict[str, Any], begin: Callable[[], ReplyChunks]) -> ReplyChunks:
         came = _Came()

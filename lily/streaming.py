@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from lily.errors import LilyError
-from lily.run.turns import Request, Turns
+from lily.run.requests import Request
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 """``stop``: the model ended the reply, or a stop string did. ``length``: a limit cut it. ``tool_calls``: the model
@@ -105,93 +102,46 @@ class StreamChunk:
 ReplyChunks = Generator[StreamChunk, None, None]
 
 
-class Control(Request):
-    """What the two ends of a stream share. The generator holds this and not the stream, which may be abandoned."""
-
-    def __init__(self, stream: Stream | None = None) -> None:
-        super().__init__()
-        self._stream = None if stream is None else weakref.ref(stream)
-
-    @property
-    def stream(self) -> Stream | None:
-        """The stream, as long as somebody has it; None for a call that reads its reply itself."""
-        return self._stream() if self._stream else None
-
-    @property
-    def idle(self) -> bool:
-        """Whether the stream could be read on, and no thread is reading."""
-        stream = self.stream
-        return stream is not None and not stream.reading
-
-
 class Stream(Iterator[StreamChunk]):
-    """The chunks of a reply. Any thread may read or end it.
+    """The chunks of a reply, which begins when the first of them is asked for. Any thread may read or end it.
 
-    A request that waits for the engine while nobody reads this stream reads it ahead; then they are kept here.
+    A few chunks are made before they are read. While nobody reads on, other requests have the device.
     """
 
-    def __init__(self, turns: Turns, make: Callable[[Control], ReplyChunks]) -> None:
-        """``make`` gives the generator of this stream's chunks, which looks at ``Control.cancelled`` as it goes."""
-        self._turns = turns
-        self._control = Control(self)
-        self._chunks = make(self._control)
-        self._reading = threading.Lock()
-        self._ahead: deque[StreamChunk] = deque()
-        self._failure: LilyError | None = None  # what ended the reply while it was read ahead
+    def __init__(self, make: Callable[[Request], ReplyChunks]) -> None:
+        """``make`` gives the generator of this stream's chunks, for a request of its own."""
+        self._request = Request()
+        self._chunks = make(self._request)
 
     @property
     def reading(self) -> bool:
         """Whether a thread is waiting for the next chunk."""
-        return self._reading.locked()
+        return self._request.reading.locked()
 
     def __next__(self) -> StreamChunk:
-        try:
-            with self._reading:
-                return self._next()
-        finally:
-            self._turns.notify()  # nobody is reading now
+        with self._request.reading:
+            return self._next()
 
     def _next(self) -> StreamChunk:
-        if self._control.cancelled:
+        if self._request.cancelled:
             self._chunks.close()
             raise StopIteration
-        if self._ahead:
-            return self._ahead.popleft()
-        if self._failure is not None:
-            raise self._failure
         return next(self._chunks)
 
     def completion(self) -> Completion:
         """Reads to the end; nobody else can read meanwhile. LilyError: the stream was cancelled."""
-        with self._reading:
+        with self._request.reading:
             for chunk in iter(self._next, None):
                 if chunk.completion is not None:
                     return chunk.completion
         raise LilyError("the reply was cancelled before its end")
 
-    def read_ahead(self) -> None:
-        """Takes one chunk more for whoever will read on, unless a thread is reading."""
-        if not self._reading.acquire(blocking=False):
-            return
-        try:
-            chunk = next(self._chunks, None)
-            if chunk is not None:
-                self._ahead.append(chunk)
-        except LilyError as error:
-            self._failure = error
-        except BaseException:
-            self._failure = LilyError("the reply was interrupted while another request waited for it")
-            raise
-        finally:
-            self._reading.release()
-
     def cancel(self) -> None:
         """Ends the reply at the next chunk of the prompt or the next token, without a completion."""
-        self._control.cancelled = True
-        self._turns.cancelled(self._control)
+        self._request.cancel()
 
     def close(self) -> None:
-        """Cancels; unless another thread is reading, the engine is free for the next request on return."""
+        """Cancels; unless another thread is reading, the device does nothing more for it on return."""
         self.cancel()
         with suppress(ValueError):  # it runs in another thread, which will see the flag
             self._chunks.close()

@@ -61,8 +61,8 @@ class EngineFlags:
     threads: int | None = None
     ablate: tuple[str, ...] = ()
 
-    def open(self, console: Console) -> Engine:
-        """Loads the model, with a progress bar on a terminal."""
+    def open(self, console: Console, **options: Any) -> Engine:
+        """Loads the model, with a progress bar on a terminal. options: further ones of the engine."""
         _require_build()
         if self.model is None:
             console.note(
@@ -74,7 +74,7 @@ class EngineFlags:
 
             return Engine(
                 self.model, device=self.device, max_context=self.max_context, threads=self.threads, ablate=self.ablate,
-                progress=bar,
+                progress=bar, **options,
             )  # fmt: skip
         finally:
             if bar:

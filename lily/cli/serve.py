@@ -76,6 +76,14 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
     help="At most this many tokens a reply.  [default: to the end of the context]",
 )
 @click.option(
+    "--sequences",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Conversations that stay on the device, and requests that run at a time.",
+)
+@click.option(
     "--queue",
     type=click.IntRange(LEAST_QUEUE, 4096),
     default=Settings.queue,
@@ -124,7 +132,10 @@ def serve(console: Console, flags: EngineFlags, host: str, port: int, log_level:
                 f"--host {host} lets other machines in, and there is no key; give --api-key-file FILE or set "
                 f"{KEY_VARIABLE}, or stay on --host 127.0.0.1 (--no-api-key lets everybody in)"
             )
-        with flags.open(console) as engine, _logging("error" if console.quiet else log_level):
+        with (
+            flags.open(console, sequences=options["sequences"]) as engine,
+            _logging("error" if console.quiet else log_level),
+        ):
             describe(console, engine)
             address = url(bound, host)
 

@@ -68,14 +68,18 @@ cdef class DecodePipeline:
             raise ValueError("depth or number of lists out of range")
         if self.in_flight:
             raise RuntimeError("the previous request has not been drained")
+        self.relist(lists_a, lists_b)
+        self.parity, self.depth, self.base, self.limit = parity, depth, base, limit
+        self.submitted = self.finished = 0
+        self.failed = 0
+
+    def relist(self, lists_a, lists_b):
+        """Other recordings of the same lists, for the steps that follow."""
         cdef int i
         self.list_count = len(lists_a)
         for i in range(len(lists_a)):
             self.lists[0][i] = <void *> <uintptr_t> lists_a[i]
             self.lists[1][i] = <void *> <uintptr_t> lists_b[i]
-        self.parity, self.depth, self.base, self.limit = parity, depth, base, limit
-        self.submitted = self.finished = 0
-        self.failed = 0
 
     def adopt(self, uint64_t ticket):
         """Counts ``ticket``, the prompt's last chunk with its sampling, as the first step."""

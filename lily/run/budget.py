@@ -11,7 +11,7 @@ from lily.device.host_memory import available_bytes
 from lily.device.kinds import kind_of
 from lily.errors import DeviceError, InvalidRequestError, show
 from lily.plan import every_plan
-from lily.plan.memory import MemorySum, memory_sum
+from lily.plan.memory import MemorySum, StateLayout, kv_token_bytes, memory_sum, sequence_buffers
 from lily.plan.weights_map import WeightsMap
 from lily.policy import Policy
 from lily.units import gb
@@ -70,6 +70,19 @@ def plan_context(
         )
     tokens = max_context or min(limit, fits)
     return tokens, needed(tokens)
+
+
+def residents_bytes(budget: Budget, memory: MemorySum, one: int) -> int:
+    """For sequences: ``one`` with a full context in any case, more than it in a quarter of what the device may hold."""
+    left = budget.total - memory.weights - memory.scratch
+    return max(one, min(left, budget.total // 4))
+
+
+def sequence_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
+    """What a sequence takes that holds ``tokens``, its snapshots included."""
+    state = StateLayout.of(config, policy).nbytes
+    small = sum(sequence_buffers(config, policy, tokens).values())
+    return (2 + SNAPSHOTS) * state + kv_token_bytes(config) * tokens + small
 
 
 def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, kv_tokens: int) -> int:

@@ -7,11 +7,13 @@ Not handled: running them (runner.py).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 from lily.checkpoint.config import ModelConfig
 from lily.device.device import CommandList, Device, free
 from lily.device.weights import Weights
+from lily.errors import DeviceError
 from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
 from lily.plan.memory import shared_buffers
 from lily.policy import Policy
@@ -19,7 +21,7 @@ from lily.run.host_steps import record
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams
 
-MAX_RECORDED = 64  # lists kept; ``score`` with ever new numbers of top ids, or replies of many lengths, make so many
+MAX_RECORDED = 256  # lists kept; ``score`` with ever new numbers of top ids, or replies of many lengths, make so many
 
 SAMPLED, GREEDY, LOGPROBS = range(3)  # options of a plan that samples
 
@@ -36,7 +38,10 @@ class Key(NamedTuple):
 
 
 class Recorder:
-    """Recorded lists of any number of sequences on the same weights."""
+    """Recorded lists of any number of sequences on the same weights.
+
+    ``generation`` grows whenever lists are freed: whoever holds some has to ask for them again then.
+    """
 
     def __init__(self, device: Device, config: ModelConfig, policy: Policy, weights: Weights) -> None:
         self.device, self.config, self.policy, self.weights = device, config, policy, weights
@@ -44,6 +49,7 @@ class Recorder:
         self._plans: dict[Key, Plan] = {}
         self._recorded: dict[tuple[Sequence, Key], Pair] = {}
         self._dropped: list[CommandList] = []  # not free yet
+        self.generation = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +78,7 @@ class Recorder:
 
     # ---- lists
     def lists(self, sequence: Sequence, *keys: Key) -> list[Pair]:
-        """The recorded lists of each plan for ``sequence``. Nothing may be in flight when one is new."""
+        """The recorded lists of each plan for ``sequence``."""
         if len(self._recorded) > MAX_RECORDED:
             self.forget()
         plans = [self._plan(key) for key in keys]
@@ -104,12 +110,16 @@ class Recorder:
         return record(self.device, plan, {**self.weights.buffers, **self.buffers, **sequence.bound(slot)})
 
     def forget(self, sequence: Sequence | None = None) -> None:
-        """Frees the lists of ``sequence``, or all. None of their submissions may be unfinished.
+        """Frees the lists of ``sequence``, or all, after waiting for whatever is in flight.
 
         A list is out of reach before it is freed: what breaks in (Ctrl-C) leaves the rest for the next call.
         """
         for place in [place for place in self._recorded if sequence in (None, place[0])]:
             self._dropped += self._recorded.pop(place)
+        if self._dropped:
+            self.generation += 1
+            with suppress(DeviceError):  # of whose submission it was, it will hear of it itself
+                self.device.wait(self.device.submit([]))
         while self._dropped:
             self._dropped[-1].free()
             self._dropped.pop()

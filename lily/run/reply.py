@@ -51,14 +51,19 @@ class Reply:
 
     def _point_pipeline(self) -> None:
         """Points the pipeline at the lists for this position; nothing is in flight."""
-        key = self._recorder.decode_key(self.sequence)
+        key = self._decode = self._recorder.decode_key(self.sequence)
         self._sample = self._sample._replace(kv_tokens=self.sequence.kv_tokens)
-        decode, sample = self._recorder.lists(self.sequence, key, self._sample)
-        handles = [[item.handle for item in (decode[slot], sample[slot])] for slot in (0, 1)]
+        handles = self._handles()
         depth = 1 if self._recorder.policy.ablated("handoff") else 2
         first = 1 if self._produced == 0 else 0  # the first token of a request needs no row of the KV cache
         self._span = min(self.limit - self._produced, key.kv_tokens - len(self.sequence.tokens) + first)
         self._pipeline.begin(handles[0], handles[1], self.sequence.slot, depth, self._produced, self._span)
+
+    def _handles(self) -> list[list[int]]:
+        """Of the lists for a step and its sampling, that read state slot A and that read B."""
+        decode, sample = self._recorder.lists(self.sequence, self._decode, self._sample)
+        self._generation = self._recorder.generation
+        return [[item.handle for item in (decode[slot], sample[slot])] for slot in (0, 1)]
 
     def next(self) -> Token | None:
         """The next token; None after ``limit`` of them. DeviceError: a failure, non-finite logits."""
@@ -66,6 +71,8 @@ class Reply:
             return None
         if self._pipeline.finished >= self._span:
             self._extend()
+        elif self._generation != self._recorder.generation:  # another sequence had lists freed, these too perhaps
+            self._pipeline.relist(*self._handles())
         result = self._pipeline.next()
         if result is None:
             self._check_failure()

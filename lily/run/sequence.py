@@ -116,25 +116,26 @@ class Sequence:
         self._previous = -1
         del self.tokens[start:]
 
-    def check_context(self, prompt: int, what: str = "prompt") -> None:
-        """ContextLengthError unless ``prompt`` tokens leave room for one more."""
-        if prompt >= self.max_context:
-            raise ContextLengthError(
-                f"the {what} has {prompt} tokens, the context holds {self.max_context} of them with the reply; "
-                "shorten it, or allow more with max_context "
-                f"(the model's limit is {self.config.max_position_embeddings})"
-            )
-
     # ---- reuse of earlier work
-    def resume(self, prompt: abc.Sequence[int]) -> int:
-        """Goes to the latest point that ``prompt`` shares, leaving at least one token to run; returns its position."""
-        shared = common_prefix(self.tokens, prompt)
-        limit = min(shared, len(prompt) - 1)
+    def match(self, prompt: abc.Sequence[int], *, in_use: bool = False) -> int:
+        """The position to which ``resume`` would go; of one that is ``in_use`` what ``copy_prefix`` can take along."""
+        return self._point(prompt, in_use)[0]
+
+    def _point(self, prompt: abc.Sequence[int], in_use: bool) -> tuple[int, str]:
+        """(position, where its state is) of the latest point that ``prompt`` shares, at least one token before its end.
+
+        The slots of a sequence in use are written by the steps in flight: its snapshots alone count.
+        """
+        limit = min(common_prefix(self.tokens, prompt), len(prompt) - 1)
         candidates = [(s.position, "snapshot") for s in self._snapshots]
-        if self.policy.rows_invariant:  # elsewhere only states on chunk edges give a cold run's bits
+        if self.policy.rows_invariant and not in_use:  # elsewhere only states on chunk edges give a cold run's bits
             candidates = [(len(self.tokens), "current"), (self._previous, "previous"), *candidates]
         # Of equal positions the first: it needs no copy.
-        position, where = max((c for c in candidates if 0 < c[0] <= limit), key=itemgetter(0), default=(0, "start"))
+        return max((c for c in candidates if 0 < c[0] <= limit), key=itemgetter(0), default=(0, "start"))
+
+    def resume(self, prompt: abc.Sequence[int]) -> int:
+        """Goes to the latest point that ``prompt`` shares, leaving at least one token to run; returns its position."""
+        position, where = self._point(prompt, in_use=False)
         if where == "previous":
             self.slot ^= 1
         elif where == "snapshot":
@@ -146,6 +147,26 @@ class Sequence:
             self._previous = -1
         self.tokens = list(prompt[:position])
         self._snapshots = [s for s in self._snapshots if s.position <= position]
+        return position
+
+    def copy_prefix(self, other: Sequence, prompt: abc.Sequence[int], *, in_use: bool) -> int:
+        """Becomes a copy of ``other`` as far as ``prompt`` shares it; returns that position, ``other.match(prompt)``.
+
+        The KV cache holds so many tokens already. ``other`` may be ``in_use``: what is copied is not written any more.
+        """
+        position, where = other._point(prompt, in_use)
+        self.reset()
+        if where == "snapshot":
+            self.state()[:] = next(s.state for s in other._snapshots if s.position == position)
+        else:
+            slot = other.slot if where == "current" else other.slot ^ 1
+            self.state()[:] = other.buffers[f"state.{'AB'[slot]}"].array(np.uint8)
+        used = position * kv_row_bytes(self.config)
+        for name in (f"kv.{layer}.{which}" for layer in kv_layers(self.config) for which in "kv"):
+            self.buffers[name].bytes[:used] = other.buffers[name].bytes[:used]
+        self.buffers["history"].array(np.int32)[:position] = prompt[:position]
+        self.tokens = list(prompt[:position])
+        self.snapshot()
         return position
 
     def reset(self) -> None:
@@ -174,6 +195,15 @@ class Sequence:
         self.array("ids", np.int32)[:n] = chunk
         self.array("history", np.int32)[start : start + n] = chunk
         self.buffers["counts"].bytes[:] = 0  # of the reply to come; a failed attempt may have counted its token
+
+
+def check_context(config: ModelConfig, max_context: int, prompt: int, what: str = "prompt") -> None:
+    """ContextLengthError unless ``prompt`` tokens leave room for one more."""
+    if prompt >= max_context:
+        raise ContextLengthError(
+            f"the {what} has {prompt} tokens, the context holds {max_context} of them with the reply; "
+            f"shorten it, or allow more with max_context (the model's limit is {config.max_position_embeddings})"
+        )
 
 
 def common_prefix(a: abc.Sequence[int], b: abc.Sequence[int]) -> int:

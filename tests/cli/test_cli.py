@@ -29,7 +29,6 @@ from lily.cli.console import Progress, Reading, gigabytes
 from lily.device import kinds
 from lily.device.description import described, rows
 from lily.errors import LilyError
-from lily.run.turns import Turns
 from lily.text.template import reply_start
 
 TEMPLATE_START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -62,7 +61,7 @@ class Fake:
 
     def stream(self, tokens: list[int], *, on_prompt: Any, **sampling: Any) -> lily.Stream:
         Fake.prompt, Fake.asked = self.tokenizer.decode(tokens), sampling
-        return lily.Stream(Turns(), lambda control: self.chunks())
+        return lily.Stream(lambda request: self.chunks())
 
     def chat(self, messages: list[dict[str, Any]], *, continuation: str, stream: bool, **rest: Any) -> lily.Stream:
         template = rest.pop("template_kwargs")
@@ -532,7 +531,7 @@ def test_info_reports_the_embedded_model(capsys: pytest.CaptureFixture[str], mon
 def test_info_agrees_with_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["info", "--json", "--max-context", "1000"]) == 0
     report = json.loads(capsys.readouterr().out)
-    with device_buffers() as made, lily.Engine(max_context=1000) as engine:
+    with device_buffers() as made, lily.Engine(max_context=1000, sequences=1) as engine:
         info = engine.info
         assert report["context"]["memory"]["total"] == memory_when_full(engine, made)
     assert report["context"]["memory"] == info["memory"]

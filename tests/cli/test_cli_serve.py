@@ -74,9 +74,10 @@ def test_every_flag_reaches_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path
     flags = {
         "--api-key-file": str(tmp_path / "key"), "--allowed-hosts": "lily.lan, [::9],A.lan", "--served-model-name": "q",
         "--allowed-origins": "https://a.example", "--max-tokens": "77", "--queue": "17", "--request-timeout": "9.5",
-        "--chat-template-args": '{"enable_thinking": false}', "--host": "localhost",
+        "--chat-template-args": '{"enable_thinking": false}', "--host": "localhost", "--sequences": "2",
     }  # fmt: skip
     app = served([word for pair in flags.items() for word in pair], monkeypatch)
+    assert app.engine.sequences == 2
     assert app.settings == Settings(
         "q", hosts=frozenset({"localhost", "lily.lan", "::9", "a.lan"}), origins=frozenset({"https://a.example"}),
         key="s3cret", max_tokens=77, queue=17, request_timeout=9.5, template_args={"enable_thinking": False},

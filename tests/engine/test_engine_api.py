@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from unittest.mock import Mock
+from typing import Any
 
 import numpy as np
 import pytest
 from engine_device import Target, sweep
-from engine_harness import current_state, failing_at, open_engine, policy, sequence_of
+from engine_harness import failing_at, open_engine, policy, sequence_of
 from models import tiny_model
-from waiting import PATIENCE
+from waiting import PATIENCE, until
 
 from lily.engine import Engine
-from lily.errors import DeviceError, LilyError
+from lily.errors import DeviceError
 from lily.run.reply import Reply
-from lily.run.turns import Request
+from lily.run.requests import AHEAD
 from lily.sampling import SamplingParams
 from lily.streaming import StreamChunk
 
@@ -100,7 +102,7 @@ def test_closing_a_stream_stops_the_device(tiny):
         next(stream)
     stream.close()
     s = sequence_of(tiny)
-    assert len(s.tokens) <= len(IDS) + 3 + 2  # what was read, and two steps that were under way
+    assert len(s.tokens) <= len(IDS) + 3 + AHEAD + 2  # what was read, what was ready, and two steps under way
     before = s.buffers["outputs"].bytes.copy()
     device = tiny._device
     device.wait(device.submit([]))  # whatever was still under way has run now
@@ -119,16 +121,16 @@ def test_abandoned_stream_frees_the_engine(tiny):
     assert tiny.generate(IDS, max_tokens=5, temperature=0).token_ids == want
 
 
-def test_a_request_reads_ahead_a_stream_that_nobody_is_reading(tiny):
+def test_a_request_waits_for_no_stream_that_nobody_is_reading(tiny):
     """Even one of the same thread; both get what they would get alone, to their ends."""
-    want = tiny.generate(IDS, max_tokens=9, seed=1, ignore_eos=True)
+    want = tiny.generate(IDS, max_tokens=2 * AHEAD, seed=1, ignore_eos=True)
     other, score = tiny.generate([1], max_tokens=3, temperature=0), tiny.score([1, 2, 3]).logprobs
     for call, wanted in (
         (lambda: tiny.generate([1], max_tokens=3, temperature=0).token_ids, other.token_ids),
         (lambda: next(tiny.stream([1], max_tokens=3, temperature=0)).token_ids, other.token_ids[:1]),
         (lambda: tiny.score([1, 2, 3]).logprobs.tolist(), score.tolist()),
     ):
-        first = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
+        first = tiny.stream(IDS, max_tokens=2 * AHEAD, seed=1, ignore_eos=True)
         got = [next(first)]
         assert call() == wanted
         got += list(first)
@@ -138,12 +140,12 @@ def test_a_request_reads_ahead_a_stream_that_nobody_is_reading(tiny):
 
 def test_a_stream_whose_thread_has_gone_holds_up_nobody(tiny):
     want = tiny.generate(IDS, max_tokens=5, temperature=0).token_ids
-    stream = tiny.stream(IDS, max_tokens=20, seed=1, ignore_eos=True)
+    stream = tiny.stream(IDS, max_tokens=2 * AHEAD, seed=1, ignore_eos=True)
     reader = threading.Thread(target=next, args=[stream])
     reader.start()
     reader.join()
     assert tiny.generate(IDS, max_tokens=5, temperature=0).token_ids == want
-    assert len(list(stream)) == 19
+    assert len(list(stream)) == 2 * AHEAD - 1
 
 
 def test_a_request_waits_for_a_stream_that_other_threads_read_in_turn(tiny):
@@ -158,48 +160,75 @@ def test_a_request_waits_for_a_stream_that_other_threads_read_in_turn(tiny):
     assert got == want
 
 
-def test_a_failure_while_a_stream_is_read_ahead_is_that_streams(tiny, monkeypatch):
+def paused(tiny, **how):
+    """A stream of which one chunk was read, and that the engine has left alone since then."""
+    stream = tiny.stream(IDS, seed=1, ignore_eos=True, **how)
+    first = next(stream)
+    until(lambda: stream._request._paused, "the engine pauses a stream that nobody reads")
+    return first, stream
+
+
+def test_a_reader_that_does_not_come_back_keeps_nobody_from_the_device(tiny):
+    """What was made ahead is bounded, and the rest comes when it is read."""
+    want = tiny.generate(IDS, max_tokens=100, seed=1, ignore_eos=True).token_ids
+    first, stream = paused(tiny, max_tokens=100)
+    assert len(sequence_of(tiny).tokens) <= len(IDS) + 1 + AHEAD + 2
+    assert first.token_ids + [chunk.token_ids[0] for chunk in stream] == want
+
+
+def test_a_failure_of_a_stream_that_nobody_reads_is_that_streams(tiny, monkeypatch):
     want = tiny.generate([1], max_tokens=3, temperature=0).token_ids
-    stream = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
-    next(stream)
+    whole = tiny.generate(IDS, max_tokens=100, seed=1, ignore_eos=True).token_ids
+    first, stream = paused(tiny, max_tokens=100)
+    got = list(first.token_ids)
     monkeypatch.setattr(Reply, "next", failing_at(2))
     assert tiny.generate([1], max_tokens=3, temperature=0).token_ids == want
-    assert len([next(stream), next(stream)]) == 2
     with pytest.raises(DeviceError, match="injected"):
-        next(stream)
+        got.extend(chunk.token_ids[0] for chunk in stream)
+    assert got == whole[: len(got)]
+    assert 1 < len(got) < 100
 
 
-def test_ctrl_c_while_a_stream_is_read_ahead_ends_both_and_leaves_the_engine(tiny, monkeypatch):
-    want = tiny.generate(IDS, max_tokens=5, temperature=0).token_ids
-    stream = tiny.stream(IDS, max_tokens=9, seed=1, ignore_eos=True)
-    next(stream)
-    monkeypatch.setattr(Reply, "next", Mock(side_effect=KeyboardInterrupt))
+def test_ctrl_c_in_a_call_ends_that_request_alone(tiny, monkeypatch):
+    want = tiny.generate(IDS, max_tokens=100, seed=1, ignore_eos=True).token_ids
+    first, stream = paused(tiny, max_tokens=100)
+    following, calls = Reply.next, []
+
+    def interrupted(self: Reply) -> Any:
+        if self.limit == 1000:
+            calls.append(self)
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+        return following(self)
+
+    monkeypatch.setattr(Reply, "next", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tiny.generate([1], max_tokens=3)
-    monkeypatch.undo()
-    with pytest.raises(LilyError, match="interrupted"):
-        next(stream)
-    reply = tiny.generate(IDS, max_tokens=5, temperature=0)
-    assert (reply.token_ids, reply.cached_tokens) == (want, 0)
+        tiny.generate([1], max_tokens=1000, ignore_eos=True)
+    assert len(calls) < 1000
+    assert first.token_ids + [chunk.token_ids[0] for chunk in stream] == want
 
 
-def test_a_request_that_is_cancelled_while_it_waits_does_nothing(tiny):
-    tiny.generate(IDS, max_tokens=5, seed=1, ignore_eos=True)
-    held = Request()
-    with held.alive:
-        assert tiny.turns.enter(held)
-        before = (sequence_of(tiny).tokens[:], current_state(tiny))
+def test_a_request_that_is_cancelled_while_it_waits_does_nothing(tiny, monkeypatch):
+    following, started, go_on = Reply.next, threading.Event(), threading.Event()
+
+    def held_up(self: Reply) -> Any:
+        started.set()
+        go_on.wait(PATIENCE)
+        return following(self)
+
+    want = tiny.generate(IDS, max_tokens=5, seed=1, ignore_eos=True).token_ids
+    monkeypatch.setattr(Reply, "next", held_up)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(tiny.generate, IDS, max_tokens=5, seed=1, ignore_eos=True)
+        started.wait(PATIENCE)
         waiting = tiny.stream([1, 2, 3], max_tokens=3)
-        got: list[StreamChunk] = []
-        reader = threading.Thread(target=lambda: got.extend(waiting))
-        reader.start()
-        while not waiting.reading:
-            reader.join(0.001)
+        got = pool.submit(list, waiting)
+        until(lambda: waiting.reading, "the second request waits")
         waiting.cancel()
-        reader.join()
-        tiny.turns.leave(held)
-    assert got == []
-    assert (sequence_of(tiny).tokens, current_state(tiny)) == before
+        go_on.set()
+        assert got.result() == []
+        assert running.result().token_ids == want
+    assert sequence_of(tiny).tokens[: len(IDS)] == IDS
 
 
 def test_two_threads_may_read_one_stream(tiny):

@@ -156,7 +156,8 @@ def test_real_tokenizer_and_template(device, tmp_path, real_metadata):
                 engine.chat(messages, max_tokens=20, ignore_eos=True, **sampling),
             ):
                 drawn |= set(reply.token_ids) | {i for p in reply.logprobs or [] for i, _ in p.top}
-                assert reply.text == engine.tokenizer.decode(t for t in reply.token_ids if t not in engine.skip_ids())
+                text = engine.tokenizer.decode(t for t in reply.token_ids if t not in engine.skip_ids())
+                assert (reply.reasoning or "") + reply.text == text  # the chat's reply never ends its reasoning
         logits = current_logits(engine)
         assert logits[248077:].max() > logits[:248077].max() + 1
         assert max(drawn) < 248077

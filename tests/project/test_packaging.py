@@ -32,7 +32,7 @@ RUNTIME_DEPENDENCIES = {"click", "jinja2", "numpy", "safetensors", "tokenizers"}
 MAXIMUM_WHEEL_BYTES = 35_000_000
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 LIBRARY_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
-GENERATE = ["generate", "--prompt", "Once upon a time", "--seed", "1", "--max-tokens", "12"]
+GENERATE = ["generate", "--prompt", "Once upon a time", "--seed", "1", "--max-tokens", "12", "--show-reasoning"]
 
 
 class Distributions(NamedTuple):

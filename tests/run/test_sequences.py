@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_device import Target
-from engine_harness import open_engine, policy, runner_of
+from engine_harness import open_engine, policy, runner_of, sequence_of
 from models import tiny_model
 
 from lily.engine import Engine
@@ -74,7 +74,7 @@ def alone(engine: Engine) -> list[tuple[list[Any], bytes]]:
     results = []
     for number in range(len(LENGTHS)):
         with policy(**SMALL), open_engine(tiny_model(), max_context=128) as own:
-            sequence = own._sequence
+            sequence = sequence_of(own)
             results.append((read(begin(runner_of(own), sequence, number)), state(sequence)))
     return results
 

@@ -122,9 +122,9 @@ def test_both_compilers_report_the_same_faults(compile_with: Callable[[Compiler 
 
 
 OTHER_PROCESS = """
-import sys
+import importlib, sys
 import numpy as np
-import shader_compilers as tests
+tests = importlib.import_module(sys.argv[2])
 for name, case in tests.CASES.items():
     for i, data in enumerate(tests.as_bytes(tests.results_of(case))):
         np.save(f"{sys.argv[1]}/{name}.{i}.npy", np.frombuffer(data, np.uint8))
@@ -138,8 +138,10 @@ def test_the_emulator_itself_computes_the_same_whoever_compiled_it(tmp_path: Pat
     for choice in (BOTH[0].command[0], "zig"):
         folder = tmp_path / Path(choice).name
         folder.mkdir()
-        environment = os.environ | {"LILY_CLANG": choice, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", OTHER_PROCESS, str(folder)], env=environment, cwd=repository, check=True)
+        this = Path(__file__)
+        environment = os.environ | {"LILY_CLANG": choice, "PYTHONPATH": os.pathsep.join([*sys.path, str(this.parent)])}
+        command = [sys.executable, "-c", OTHER_PROCESS, str(folder), this.stem]
+        subprocess.run(command, env=environment, cwd=repository, check=True)
         files.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert files[0]
     assert files[0] == files[1]

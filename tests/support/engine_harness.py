@@ -76,10 +76,10 @@ def environment(name: str, value: str | None) -> Iterator[None]:
 
 
 def open_engine(model: Path | None, **options: Any) -> Engine:
-    """An engine on the device of the running test (engine_device.py)."""
+    """An engine on the device of the running test (engine_device.py), with one sequence unless it is said."""
     target = current()
     with environment("LILY_CPU", target.isa or os.environ.get("LILY_CPU")):
-        return Engine(model, device=target.name, **options)
+        return Engine(model, device=target.name, **{"sequences": 1} | options)
 
 
 @contextmanager
@@ -105,8 +105,8 @@ def runner_of(engine: Engine) -> Runner:
 
 
 def sequence_of(engine: Engine) -> Sequence:
-    """The engine's sequence."""
-    return engine._sequence
+    """The engine's sequence, of several the one that was used last."""
+    return engine._residents.latest
 
 
 def current_logits(engine: Engine) -> Array:

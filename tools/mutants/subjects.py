@@ -66,6 +66,7 @@ def _kernels(*files: str) -> tuple[str, ...]:
 
 _EXACT, _GOLDEN, _API, _CHAT = "engine_exact", "engine_golden", "engine_api", "engine_chat"
 _LIMITS, _SAMPLING, _SESSIONS, _ABLATIONS = "engine_limits", "engine_sampling", "engine_sessions", "ablations"
+_PARALLEL = "engine_parallel"
 
 SUBJECTS = (
     Subject(
@@ -104,14 +105,16 @@ SUBJECTS = (
         (
             "lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/reply_text.py", "lily/streaming.py",
             "lily/session.py",
-        ), 20,
+        ), 26,
         {
             "_routing.pyx": ("tests/run",),
             "host_steps.py": (_engine(_ABLATIONS, before="tests/run"),),
-            "turns.py": ("tests/run/test_turns.py", _engine(_API, _SESSIONS), _METAL_FAULTS),
+            "scheduler.py": ("tests/run/test_scheduler.py", _engine(_PARALLEL, _API, _LIMITS)),
+            "requests.py": ("tests/run/test_scheduler.py", _engine(_PARALLEL, _API)),
+            "residents.py": ("tests/run/test_residents.py", _engine(_PARALLEL)),
             "session.py": (_engine(_SESSIONS, _CHAT, _API),),
             "reply_text.py": (_engine("reply_text", _CHAT, _API),),
-            "*": (_engine(_API, _LIMITS, _SAMPLING, _EXACT, _SESSIONS, before="tests/run"), _METAL_FAULTS),
+            "*": (_engine(_API, _LIMITS, _SAMPLING, _EXACT, _SESSIONS, _PARALLEL, before="tests/run"), _METAL_FAULTS),
         },
         left_out=("lily/run/budget.py", "lily/run/chunks.py"),
     ),

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's thread: it owns the device and shares it among requests.
+
+A request is a generator that does a unit of work each time it is resumed, a chunk of its prompt or a step of its reply,
+and says how much of the prompt is left. Chunks and slices of replies take turns: between two chunks every reply that
+somebody reads goes on for SLICE_TOKENS tokens or SLICE_SECONDS, whichever comes first. Of the prompts the one with
+few rows left comes first, but never twice in a row before one that has waited longer. So a request waits for its first
+chunk at most for the chunk that runs, one chunk of another prompt, and a slice of each reply.
+Not handled: what a request does (engine.py), which sequence it gets (residents.py), several rows in one step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import abc
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from weakref import WeakSet
+
+from lily.errors import DeviceError, InvalidRequestError, LilyError
+from lily.run.requests import Request
+from lily.run.residents import Resident, Residents
+from lily.run.sequence import Sequence
+
+SLICE_TOKENS = 32
+SLICE_SECONDS = 0.25
+SHORT = 512  # rows: prompts with no more left come first
+
+Work = Generator[int, None, None]
+"""Does a unit of work whenever it is resumed; yields how many tokens of the prompt are left to be run."""
+
+
+@dataclass(eq=False)
+class Task:
+    """What the engine has to do for a request. ``reserve``: tokens that its sequence may come to hold."""
+
+    request: Request
+    tokens: abc.Sequence[int]
+    reserve: int
+    start: Callable[[Sequence], Work]
+    resident: Resident | None = None
+    work: Work | None = None
+    left: int = 0  # tokens of the prompt; 0: the reply has begun
+    passed: bool = False  # a shorter prompt that came later was run before it
+
+
+class Scheduler:
+    """Runs tasks in a thread of its own until it is closed; ``release`` is called by that thread in the end."""
+
+    def __init__(self, residents: Residents, *, abandon: Callable[[Sequence], object], release: Callable[[], object]):
+        self._residents, self._abandon, self._release = residents, abandon, release
+        self._process = os.getpid()
+        self._news: SimpleQueue[Task | None] = SimpleQueue()  # None: something has changed
+        self._waiting: list[Task] = []  # in the order in which they came
+        self._running: list[Task] = []
+        self._can_admit = True  # something has changed since a waiting request found no sequence
+        self._closing = self._at_once = self._ended = False
+        self.failure: BaseException | None = None
+        """What has ended the thread before it was closed."""
+        self._thread = threading.Thread(target=self._run, name="lily engine", daemon=True)
+        _open.add(self)
+        self._thread.start()
+
+    # ---- any thread
+    def submit(self, task: Task) -> None:
+        """Has ``task`` done; what comes of it goes through its request. DeviceError in a process that was forked."""
+        self._check_process()
+        task.request.wake = self.wake
+        task.request.over.clear()
+        self._news.put(task)
+        if self._ended:
+            self._refuse_rest()
+
+    def wake(self) -> None:
+        """Something has changed: a request was cancelled, or its reader has come back."""
+        self._news.put(None)
+
+    def settle(self, request: Request) -> None:
+        """Waits until the engine has let go of ``request``; the engine's own thread and a forked one do not wait."""
+        if threading.current_thread() is not self._thread and os.getpid() == self._process:
+            request.over.wait()
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the thread: replies that nobody is reading are cancelled, calls are waited for, unless ``at_once``."""
+        self._closing = True
+        self._at_once |= at_once
+        self.wake()
+        if threading.current_thread() is not self._thread and os.getpid() == self._process:
+            self._thread.join()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise DeviceError(
+                f"this engine belongs to process {self._process}, which forked; open an engine in this process"
+            )
+
+    # ---- the engine's thread
+    def _run(self) -> None:
+        try:
+            while self._running or self._waiting or not self._closing:
+                self._hear(wait=not self._work_left())
+                self._drop_cancelled()
+                self._admit()
+                self._chunk()
+                self._slices()
+        except BaseException as error:  # a fault of this module: nobody may wait for a thread that is gone
+            self.failure = error
+        finally:
+            self._ended = True
+            for task in [*self._running, *self._waiting]:
+                task.request.finish(self._refusal())
+            self._refuse_rest()
+            self._release()
+
+    def _refusal(self) -> LilyError:
+        if self.failure is None:
+            return InvalidRequestError("the engine is closed")
+        return DeviceError(f"the engine's thread has failed ({self.failure!r}); close this engine and open another one")
+
+    def _refuse_rest(self) -> None:
+        """Of two threads that come here with the last task one finds it."""
+        with suppress(Empty):
+            while True:
+                task = self._news.get_nowait()
+                if task is not None:
+                    task.request.finish(self._refusal())
+
+    def _work_left(self) -> bool:
+        return bool(self._waiting and self._can_admit) or any(not _paused(task) for task in self._running)
+
+    def _hear(self, *, wait: bool) -> None:
+        """Takes in what has come; ``wait`` for it if there is nothing else to do."""
+        if wait:
+            self._hear_one(self._news.get())
+        while not self._news.empty():
+            self._hear_one(self._news.get())
+
+    def _hear_one(self, task: Task | None) -> None:
+        self._can_admit = True
+        if task is not None:
+            self._waiting.append(task)
+
+    def _drop_cancelled(self) -> None:
+        for task in [*self._waiting, *self._running]:
+            if self._closing and task.resident is None:
+                self._end(task, self._refusal())
+            elif task.request.cancelled or self._at_once or (self._closing and task.request.idle):
+                task.request.cancelled = True
+                self._end(task)
+
+    def _admit(self) -> None:
+        """Gives waiting requests their sequences, in their order: who is first is not overtaken by smaller ones."""
+        while self._waiting:
+            task = self._waiting[0]
+            try:
+                task.resident = self._residents.take(task.tokens, task.reserve)
+            except BaseException as error:
+                self._end(task, error)
+                continue
+            if task.resident is None:
+                self._hurry()
+                self._can_admit = False
+                return
+            self._waiting.remove(task)
+            self._running.append(task)
+            task.work = task.start(task.resident.sequence)
+            self._advance(task)
+
+    def _hurry(self) -> None:
+        """Replies that nobody reads on hold sequences that others wait for: they go on."""
+        for task in self._running:
+            task.request.hurried = True
+
+    def _chunk(self) -> None:
+        """Runs one chunk of one prompt."""
+        prompts = [task for task in self._running if task.left]
+        if not prompts:
+            return
+        first = prompts[0]
+        short = next((task for task in prompts if task.left <= SHORT), first)
+        chosen = first if first.passed else short
+        first.passed = chosen is not first
+        self._advance(chosen)
+
+    def _slices(self) -> None:
+        """Every reply goes on for a slice."""
+        for task in [task for task in self._running if not task.left]:
+            self._slice(task)
+
+    def _slice(self, task: Task) -> None:
+        end = time.monotonic() + SLICE_SECONDS
+        alone = len(self._running) == 1 and not self._waiting
+        count = 0
+        while task.work is not None and not _paused(task) and not task.request.cancelled:
+            if alone:
+                if not self._news.empty():
+                    return
+            elif count >= SLICE_TOKENS or time.monotonic() > end:
+                return
+            self._advance(task)
+            count += 1
+
+    def _advance(self, task: Task) -> None:
+        """One unit of ``task``, or its end."""
+        assert task.work is not None
+        try:
+            task.left = next(task.work)
+        except StopIteration:
+            self._end(task)
+        except BaseException as error:
+            self._end(task, error)
+
+    def _end(self, task: Task, error: BaseException | None = None) -> None:
+        """Done, cancelled or failed: only its own sequence is concerned."""
+        if task in self._waiting:
+            self._waiting.remove(task)
+        if task in self._running:
+            self._running.remove(task)
+        if task.work is not None:
+            work, task.work = task.work, None
+            try:
+                work.close()
+            except BaseException as problem:  # ending it has failed
+                error = error or problem
+        if task.resident is not None:
+            if error is not None and not isinstance(error, LilyError):  # nobody knows how far it came
+                with suppress(DeviceError):
+                    self._abandon(task.resident.sequence)
+            self._residents.give_back(task.resident)
+            task.resident = None
+        self._can_admit = True
+        task.request.finish(error)
+
+
+_open: WeakSet[Scheduler] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the program, while its threads can still be waited for."""
+    for scheduler in list(_open):
+        scheduler.close(at_once=True)
+
+
+def _paused(task: Task) -> bool:
+    """Whether its reader should read first."""
+    return not task.left and task.request.pause()

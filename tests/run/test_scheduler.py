@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's thread without an engine: who runs when, counted in chunks and steps; cancelling, failing, closing.
+
+Not handled: what requests do (test_engine_parallel.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from waiting import PATIENCE, until
+
+from lily.errors import DeviceError, InvalidRequestError
+from lily.run.requests import AHEAD, Request
+from lily.run.scheduler import SHORT, SLICE_TOKENS, Scheduler, Task
+
+Log = list[tuple[str, str]]
+
+
+class Places:
+    """In place of the residents: ``count`` requests may run at a time."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self.abandoned: list[object] = []
+
+    def take(self, tokens: object, reserve: int) -> Any:
+        if not self.free:
+            return None
+        self.free -= 1
+        return SimpleNamespace(sequence=object())
+
+    def give_back(self, resident: object) -> None:
+        self.free += 1
+
+
+class Bench:
+    """A scheduler that is held up until ``go``, so that all requests of a test are there when it begins."""
+
+    def __init__(self, places: int = 8) -> None:
+        self.log: Log = []
+        self.places = Places(places)
+        self.released = Event()
+        self._gate = Event()
+        self.scheduler = Scheduler(
+            self.places,  # type: ignore[arg-type]
+            abandon=self.places.abandoned.append, release=self.released.set,
+        )  # fmt: skip
+        held = Request()
+        self.scheduler.submit(Task(held, (), 0, lambda sequence: self._held()))
+        self._held_request = held
+
+    def _held(self) -> Generator[int, None, None]:
+        self._gate.wait(PATIENCE)
+        return
+        yield
+
+    def go(self) -> None:
+        self._gate.set()
+        assert self._held_request.over.wait(PATIENCE)
+
+    def add(self, name: str, chunks: int = 1, rows: int = 8, steps: int = 0, unread: bool = False) -> Request:
+        """A request of a prompt in so many chunks and a reply in so many steps, read at once unless ``unread``."""
+        request = Request()
+        request.hurried = not unread
+
+        def work(sequence: object) -> Generator[int, None, None]:
+            for left in range(chunks, 0, -1):
+                yield left * rows
+                self.log.append((name, "chunk"))
+            for step in range(steps):
+                yield 0
+                self.log.append((name, "step"))
+                request.put(step)
+
+        self.scheduler.submit(Task(request, (), 0, work))
+        return request
+
+    def names(self, kind: str = "chunk") -> list[str]:
+        return [name for name, what in self.log if what == kind]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made._gate.set()
+    made.scheduler.close()
+
+
+def finished(*requests: Request) -> None:
+    for request in requests:
+        assert request.over.wait(PATIENCE)
+
+
+def test_between_two_chunks_every_reply_goes_on_for_a_slice(bench: Bench) -> None:
+    replies = [bench.add(name, steps=5 * SLICE_TOKENS) for name in "ab"]
+    prompt = bench.add("long", chunks=4, rows=1000)
+    bench.go()
+    finished(*replies, prompt)
+    first, last = (f([i for i, entry in enumerate(bench.log) if entry == ("long", "chunk")]) for f in (min, max))
+    between: list[int] = []
+    run = 0
+    for name, kind in bench.log[first : last + 1]:
+        if name == "long":
+            between.append(run)
+            run = 0
+        elif kind == "step":
+            run += 1
+    assert all(1 <= steps <= 2 * SLICE_TOKENS for steps in between[1:])
+    assert bench.names("step").count("a") == bench.names("step").count("b") == 5 * SLICE_TOKENS
+
+
+def test_short_prompts_come_first_but_not_twice_before_one_that_has_waited(bench: Bench) -> None:
+    requests = [bench.add("long", chunks=4, rows=SHORT + 1)]
+    requests += [bench.add(name, chunks=1, rows=SHORT) for name in "xyz"]
+    bench.go()
+    finished(*requests)
+    assert bench.names() == ["x", "long", "y", "long", "z", "long", "long"]
+
+
+def test_a_prompt_whose_rest_is_short_counts_as_short(bench: Bench) -> None:
+    requests = [bench.add("a", chunks=3, rows=SHORT), bench.add("b", chunks=2, rows=SHORT)]
+    bench.go()
+    finished(*requests)
+    assert bench.names() == ["a", "a", "a", "b", "b"]
+
+
+def test_a_request_that_is_cancelled_while_it_waits_does_nothing(bench: Bench) -> None:
+    request = bench.add("a", steps=3)
+    request.cancel()
+    bench.go()
+    finished(request)
+    assert bench.log == []
+    assert list(request.events()) == []
+
+
+def test_a_cancelled_reply_ends_with_the_step(bench: Bench) -> None:
+    request = Request()
+    closed = []
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        try:
+            for step in range(1000):
+                yield 0
+                bench.log.append(("a", "step"))
+                if step == 2:
+                    request.cancel()
+        finally:
+            closed.append(True)
+
+    bench.scheduler.submit(Task(request, (), 0, work))
+    bench.go()
+    finished(request)
+    assert bench.names("step") == ["a"] * 3
+    assert closed == [True]
+
+
+def test_a_reply_that_nobody_reads_pauses_and_goes_on_when_it_is_read(bench: Bench) -> None:
+    slow, other = bench.add("slow", steps=3 * AHEAD, unread=True), bench.add("other", steps=100)
+    bench.go()
+    finished(other)
+    until(lambda: bench.names("step").count("slow") == AHEAD, "the reply is made ahead as far as it may")
+    assert not slow.over.is_set()
+    assert list(slow.events()) == list(range(3 * AHEAD))
+
+
+def test_one_that_waits_for_a_place_lets_what_pauses_go_on() -> None:
+    bench = Bench(places=2)  # one is taken by what holds the bench up
+    slow = bench.add("slow", steps=3 * AHEAD, unread=True)
+    bench.go()
+    until(lambda: bench.names("step").count("slow") == AHEAD, "the reply is made ahead as far as it may")
+    others = [bench.add(name, steps=1) for name in "ab"]
+    third = bench.add("c", steps=1)
+    finished(*others, third)
+    assert list(slow.events()) == list(range(3 * AHEAD))
+    bench.scheduler.close()
+
+
+@pytest.mark.parametrize(("error", "abandoned"), [(DeviceError("injected"), 0), (ZeroDivisionError(), 1)], ids=str)
+def test_a_failure_is_that_requests_alone(bench: Bench, error: Exception, abandoned: int) -> None:
+    """After an error that is not one of Lily's own nobody knows in which state its sequence is."""
+    request = Request()
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        yield 8
+        raise error
+
+    bench.scheduler.submit(Task(request, (), 0, work))
+    other = bench.add("other", steps=3)
+    bench.go()
+    finished(request, other)
+    with pytest.raises(type(error)):
+        list(request.events())
+    assert list(other.events()) == [0, 1, 2]
+    assert len(bench.places.abandoned) == abandoned
+    until(lambda: bench.places.free == 8, "every place is free again")
+
+
+def test_closing_waits_for_calls_cancels_what_nobody_reads_and_refuses_the_rest(bench: Bench) -> None:
+    bench.go()
+    unread = bench.add("unread", steps=50, unread=True)
+    until(lambda: bench.names("step").count("unread") == AHEAD, "the reply is made ahead as far as it may")
+    called, started, go_on = Request(), Event(), Event()
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        for step in range(5):
+            yield 0
+            started.set()
+            go_on.wait(PATIENCE)
+            called.put(step)
+
+    with called.reading:  # as a call does
+        bench.scheduler.submit(Task(called, (), 0, work))
+        assert started.wait(PATIENCE)
+        waiting = bench.add("waiting", steps=1)
+        with ThreadPoolExecutor(2) as pool:
+            closing = [pool.submit(bench.scheduler.close) for _ in range(2)]
+            until(lambda: bench.scheduler._closing, "it is being closed")
+            go_on.set()
+            for each in closing:
+                each.result(PATIENCE)
+        assert list(called.events()) == list(range(5))
+    assert bench.released.is_set()
+    assert list(unread.events()) == list(range(AHEAD))
+    late = bench.add("late")
+    finished(late)
+    for refused in (waiting, late):
+        with pytest.raises(InvalidRequestError, match="the engine is closed"):
+            list(refused.events())
+
+
+def test_nobody_waits_for_a_thread_that_has_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bench.add("first", steps=1)
+    monkeypatch.setattr(bench.scheduler, "_chunk", lambda: 1 // 0)
+    bench.go()
+    finished(first)
+    assert bench.released.wait(PATIENCE)
+    late = bench.add("late")
+    finished(late)
+    for request in (first, late):
+        with pytest.raises(DeviceError, match=r"thread has failed \(ZeroDivisionError.*open another one"):
+            list(request.events())
+    assert isinstance(bench.scheduler.failure, ZeroDivisionError)
+
+
+def test_the_thread_waits_when_there_is_nothing_to_do(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.go()
+    rounds: list[bool] = []
+    hear: Callable[..., None] = bench.scheduler._hear
+    monkeypatch.setattr(bench.scheduler, "_hear", lambda *, wait: (rounds.append(wait), hear(wait=wait)))
+    bench.scheduler.wake()
+    finished(bench.add("a", steps=2))
+    until(lambda: len(rounds) > 0 and rounds[-1], "it waits")
+    count = len(rounds)
+    finished(bench.add("b"))
+    until(lambda: rounds[-1], "it waits again")
+    assert len(rounds) <= count + 4
