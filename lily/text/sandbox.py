@@ -36,6 +36,7 @@ MAX_CHARACTERS = 1 << 28
 _NATIVE = 4  # elements that are copied for the price of one step; they take 32 bytes
 _CALLING = 8  # steps for every element for which a filter calls another filter or a test
 _WEIGHING = 4  # steps for every element of which the size is asked
+_COMPARED_AT_ONCE = 16  # characters, by what compares every place of a text with all of another one
 _LOOP_STEPS = 4  # of an iteration, beside those of its body
 _MAX_DEPTH = 100  # of lists in lists; deeper ones would end in the interpreter's stack
 _MAX_BITS = 1 << 14  # of a whole number; more digits than Python itself would write
@@ -314,6 +315,15 @@ def _each(work: Work, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     work.step(len(args[0]) * (_CALLING + extra // _NATIVE) if hasattr(args[0], "__len__") else 1)
 
 
+def _compared(work: Work, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Search from the right, and characters that are stripped: every place may be compared with the whole argument."""
+    work.spell(_size(args[0]) * _comparisons(*args[1:], *kwargs.values()))
+
+
+def _comparisons(*values: object) -> int:
+    return 1 + sum(map(_size, values)) // _COMPARED_AT_ONCE
+
+
 def _padded(work: Work, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     work.spell(_size(args[0]) + _whole(_argument(args, kwargs, 1, "width", 80)))
 
@@ -411,9 +421,7 @@ def _forbidden(work: Work, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 _FREE = ("abs", "attr", "count", "d", "default", "first", "float", "items", "last", "length", "random")
 _FILTERS: dict[str, Price] = {
-    **dict.fromkeys(
-        ("list", "reverse", "wordcount", "capitalize", "lower", "upper", "safe", "trim", "title", "int"), _linear
-    ),
+    **dict.fromkeys(("list", "reverse", "wordcount", "capitalize", "lower", "upper", "safe", "title", "int"), _linear),
     **dict.fromkeys(("map", "select", "reject", "selectattr", "rejectattr"), _each),
     "batch": _cut,
     "center": _padded,
@@ -426,6 +434,7 @@ _FILTERS: dict[str, Price] = {
     "slice": _cut,
     "sum": _summed,
     "tojson": _dumped,
+    "trim": _compared,
     "wordwrap": _wrapped,
 }
 _PER_ELEMENT = ("dictsort", "groupby", "max", "min", "sort", "unique")  # deep, and for each element
@@ -438,6 +447,7 @@ _METHODS: dict[str, Price] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded),
     **dict.fromkeys(("to_bytes", "from_bytes", "translate", "maketrans"), _forbidden),
     **dict.fromkeys(("get", "items", "keys", "values"), lambda work, args, kwargs: _deep(work, args[1:], kwargs)),
+    **dict.fromkeys(("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition", "rsplit"), _compared),
     **dict.fromkeys(("startswith", "endswith"), lambda work, args, kwargs: _linear(work, args[1:], kwargs)),
     "expandtabs": _expanded,
     "format": _formatted,
@@ -554,7 +564,7 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
         work = _current()
         if kind is BuiltinMethodType and type(__obj.__self__) is str and __obj.__name__ in _PLAIN_METHODS and args:
             # Most calls of most templates: safe, and nothing of what Jinja adds to a call concerns them.
-            work.spell(len(__obj.__self__))
+            work.spell(len(__obj.__self__) * _comparisons(args[0]))
             return _paid_result(work, __obj(*args))
         price: Price
         given: Sequence[Any] = args

@@ -241,6 +241,13 @@ ENDLESS = {
     "to_bytes": "{{ (5).to_bytes(1000000000, 'big') | length }}",
     "translate": "{{ ('a' * 100000).translate({97: 'b' * 100000}) | length }}",
     "marked text": "{{ ('a' | safe) * 10 ** 9 }}",
+    # Every place of a text is compared with all of the argument.
+    **{name: f"{{{{ ('a' * 100000).{name}('b' * 100000 ~ 'a') }}}}" for name in ("strip", "lstrip", "rstrip")},
+    **{
+        name: f"{{% set x = 'a' * 50000 %}}{{{{ ('a' * 200000).{name}(x ~ 'b' ~ x) }}}}"
+        for name in ("rfind", "rindex", "rpartition", "rsplit")
+    },
+    "trim": "{{ ('a' * 100000) | trim('b' * 100000 ~ 'a') }}",
 }
 
 LISTS = (
