@@ -19,7 +19,7 @@ from engine_device import Target, chosen
 from engine_harness import current_logits, current_state, open_engine, policy, sequence_of
 from metal.standin import Standin
 from models import tiny_model
-from waiting import PATIENCE
+from waiting import PATIENCE, until
 
 from lily.engine import Completion, Engine
 from lily.errors import DeviceError, LilyError
@@ -278,6 +278,7 @@ def test_no_memory_for_a_score(engine, cold, stand_in):
 
 
 def test_an_engine_that_finds_no_memory_leaves_none_behind(device, stand_in):
+    until(lambda: not stand_in.live.get("command buffer"), "the command buffers of other engines are gone")
     before = stand_in.live
     for nth in (1, 4, 9, 15):
         stand_in.set(fail_buffer=nth)
