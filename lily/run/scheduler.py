@@ -146,6 +146,8 @@ class Scheduler:
             self._waiting.append(task)
 
     def _drop_cancelled(self) -> None:
+        if self._closing:
+            self._hurry()  # whoever closes the engine may be the one who does not read
         for task in [*self._waiting, *self._running]:
             if self._closing and task.resident is None:
                 self._end(task, self._refusal())
@@ -172,7 +174,7 @@ class Scheduler:
             self._advance(task)
 
     def _hurry(self) -> None:
-        """Replies that nobody reads on hold sequences that others wait for: they go on."""
+        """Replies that nobody reads on hold what others wait for: they go on."""
         for task in self._running:
             task.request.hurried = True
 

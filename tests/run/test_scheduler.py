@@ -209,7 +209,7 @@ def test_closing_waits_for_calls_cancels_what_nobody_reads_and_refuses_the_rest(
     called, started, go_on = Request(), Event(), Event()
 
     def work(sequence: object) -> Generator[int, None, None]:
-        for step in range(5):
+        for step in range(3 * AHEAD):
             yield 0
             started.set()
             go_on.wait(PATIENCE)
@@ -225,7 +225,7 @@ def test_closing_waits_for_calls_cancels_what_nobody_reads_and_refuses_the_rest(
             go_on.set()
             for each in closing:
                 each.result(PATIENCE)
-        assert list(called.events()) == list(range(5))
+        assert list(called.events()) == list(range(3 * AHEAD))
     assert bench.released.is_set()
     assert list(unread.events()) == list(range(AHEAD))
     late = bench.add("late")
