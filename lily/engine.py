@@ -214,7 +214,7 @@ class Engine:
         generation_config.json. ``params`` gives all of them at once, and names given beside it change it.
         """
         with self.stream(prompt, params, **sampling) as stream:
-            return stream.completion()
+            return stream.completion(alone=True)
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
@@ -272,7 +272,7 @@ class Engine:
         if stream:
             return reply
         with reply:
-            return reply.completion()
+            return reply.completion(alone=True)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -407,7 +407,8 @@ class Engine:
                 reply_chunk = text.push(token, last=len(text.token_ids) + 1 == limit)
                 if reply_chunk.completion is not None:
                     break
-                request.put(reply_chunk)
+                if not request.whole:
+                    request.put(reply_chunk)
                 yield 0
             else:
                 return

@@ -128,8 +128,12 @@ class Stream(Iterator[StreamChunk]):
             raise StopIteration
         return next(self._chunks)
 
-    def completion(self) -> Completion:
-        """Reads to the end; nobody else can read meanwhile. LilyError: the stream was cancelled."""
+    def completion(self, *, alone: bool = False) -> Completion:
+        """Reads to the end; nobody else can read meanwhile. LilyError: the stream was cancelled.
+
+        alone: of what has not been made yet nothing else will be looked at, which spares a wake-up for every token.
+        """
+        self._request.whole |= alone
         with self._request.reading:
             for chunk in iter(self._next, None):
                 if chunk.completion is not None:

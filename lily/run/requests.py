@@ -29,6 +29,7 @@ class Request:
     def __init__(self) -> None:
         self.cancelled = False
         self.hurried = False  # others wait for what it holds: it goes on, however much is unread
+        self.whole = False  # only the end is wanted: nobody is woken for every token
         self.reading = Lock()
         """Held by a thread that waits for what comes next."""
         self.over = Event()
