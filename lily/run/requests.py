@@ -14,10 +14,12 @@ Not handled: which request runs when (scheduler.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import Event, Lock
 from typing import Any
 
+_SLICE = 0.05  # seconds
 AHEAD = 16  # events that are made before somebody reads them
 
 _END = object()
@@ -75,12 +77,18 @@ class Request:
             yield event
 
     def _next(self) -> Any:
-        event = self._events.get()
+        event = self._wait()
         self._taken += 1
         if self._paused and self._taken == self._put:
             self._paused = False
             self.wake()
         return event
+
+    def _wait(self) -> Any:
+        """In slices: a signal that another thread received is seen between them."""
+        while True:
+            with suppress(Empty):
+                return self._events.get(timeout=_SLICE)
 
     def cancel(self) -> None:
         """Nobody wants the rest: it ends at the next token, or chunk of the prompt, and does nothing if it waits."""
