@@ -45,12 +45,12 @@ class Reply:
         self._last = 0  # the id that was read last
 
     def begin(self, ticket: int) -> None:
-        """``ticket`` is the prompt's last chunk with its sampling; nothing else is in flight."""
+        """``ticket`` is the prompt's last chunk with its sampling; nothing else of the sequence is in flight."""
         self._point_pipeline()
         self._pipeline.adopt(ticket)
 
     def _point_pipeline(self) -> None:
-        """Points the pipeline at the lists for this position; nothing is in flight."""
+        """Points the pipeline at the lists for this position; nothing of the sequence is in flight."""
         key = self._decode = self._recorder.decode_key(self.sequence)
         self._sample = self._sample._replace(kv_tokens=self.sequence.kv_tokens)
         handles = self._handles()

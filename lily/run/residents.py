@@ -63,11 +63,11 @@ class Residents:
         matches = {r: r.sequence.match(tokens, in_use=r.reserved > 0) for r in self._all}
         best = max(self._all, key=lambda r: (matches[r], not r.reserved, r.used))
         shared = matches[best]
-        if not best.reserved and 2 * shared >= len(best.sequence.tokens):
-            chosen: Resident | None = best
-        else:
-            chosen = self._spare(best if shared else None)
-        if chosen is None or not self._make_room(chosen, best, reserve):
+        in_place = not best.reserved and 2 * shared >= len(best.sequence.tokens)
+        # Where there is no memory for both, the one that shares most is gone on with all the same.
+        places = [best] if in_place else [self._spare(best if shared else None), None if best.reserved else best]
+        chosen = next((r for r in places if r is not None and self._make_room(r, best, reserve)), None)
+        if chosen is None:
             return None
         if chosen is not best and shared > matches.get(chosen, 0):
             self._copy(best, chosen.sequence, tokens)
@@ -95,18 +95,18 @@ class Residents:
         return others[0] if others else next(iter(idle), None)
 
     def _make_room(self, chosen: Resident, kept: Resident, reserve: int) -> bool:
-        """Whether ``reserve`` tokens fit beside those in use, others that are not being released if need be."""
+        """Whether ``reserve`` tokens fit beside ``kept`` and those in use; others are released if need be."""
 
         def needed() -> int:
             tokens = {r: reserve if r is chosen else r.reserved for r in self._all}
             return sum(self._filled(tokens[r]) if tokens[r] else r.sequence.nbytes for r in self._all)
 
-        idle = sorted((r for r in self._all if not r.reserved and r is not chosen), key=lambda r: (r is kept, r.used))
+        idle = sorted((r for r in self._all if not r.reserved and r not in (chosen, kept)), key=lambda r: r.used)
         while needed() > self._budget and idle:
             gone = idle.pop(0)
             self._all.remove(gone)
             self._runner.release(gone.sequence)
-        return needed() <= self._budget or not any(r.reserved for r in self._all)
+        return needed() <= self._budget or len(self._all) == 1
 
     def _filled(self, tokens: int) -> int:
         """Bytes of a sequence that came to hold ``tokens``."""

@@ -52,6 +52,7 @@ class Runner:
         return Fake()
 
     def release(self, sequence: Fake) -> None:
+        sequence.tokens = [-1]  # as nothing may use it any more
         self.released.append(sequence)
 
     def reserve(self, sequence: Fake, tokens: int) -> None:
@@ -153,6 +154,20 @@ def test_a_request_waits_for_the_memory_of_those_that_run() -> None:
     pool.give_back(first)
     pool.give_back(small)
     assert take(pool, B, reserve=100) is not None
+
+
+def test_where_two_do_not_fit_what_they_share_goes_on_in_place() -> None:
+    """The one to copy from must not be released for the copy."""
+    runner = Runner()
+    pool = residents(runner, budget=2 * FIXED)
+    system = [7] * 20
+    a = serve(pool, [*system, *A])
+    taken = pool.take([*system, *B], 70)
+    assert taken is not None
+    assert taken.sequence is a
+    assert common_prefix(taken.sequence.tokens, [*system, *B]) == 20
+    assert a not in runner.released
+    assert pool.sequences == [a]
 
 
 def test_one_alone_is_always_served() -> None:
