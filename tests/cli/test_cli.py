@@ -2,7 +2,8 @@
 """The command line: what goes to which stream, what reaches the engine, and how each command ends.
 
 Most tests run commands inside this process; where a signal or a closed pipe matters, in one of their own.
-Not handled: ``chat`` (test_cli_chat.py), ``plan`` (test_plan_command.py), the installed script (test_packaging.py).
+Not handled: ``chat``, ``info``, ``pull``, ``serve`` and progress bars (test_cli_*.py), ``plan`` (test_plan_command.py),
+the installed script (test_packaging.py).
 """
 
 from __future__ import annotations
@@ -19,16 +20,12 @@ from typing import Any, ClassVar
 
 import pytest
 from cli_harness import NO_END, failure, lily_process, usage_error
-from engine_harness import device_buffers, memory_when_full
 from paths import DATA, EMBEDDED
 from waiting import PATIENCE
 
 import lily
 from lily.cli import run
-from lily.cli.console import Progress, Reading, gigabytes
 from lily.device import kinds
-from lily.device.description import described, rows
-from lily.errors import LilyError
 from lily.text.template import reply_start
 
 TEMPLATE_START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -505,209 +502,3 @@ def test_an_interrupt_ends_generate_with_130() -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (130, b"")
-
-
-# ---- info
-def test_info_reports_the_embedded_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: object) -> None:
-        raise AssertionError("a weight was read")
-
-    monkeypatch.setattr("lily.checkpoint.checkpoint.Checkpoint.read_into", read)
-    monkeypatch.setattr("lily.checkpoint.checkpoint.Checkpoint.read", read)
-    assert run(["info", "--json", "--max-context", "1000"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["lily"] == lily.__version__
-    model, context = report["model"], report["context"]
-    assert (model["name"], model["layers"], model["text_tensors"]) == ("lily-tiny", 8, 357)
-    assert model["quantization"] == {"4 bits, groups of 64": 88, "8 bits, groups of 64": 16}
-    assert context["max_context"] == 1000
-    assert context["memory"]["kv"] == 1000 * 2 * 2 * 2 * 256 * 2  # 2 layers, K and V, 2 heads of 256, bf16
-    assert report["sampling_defaults"] == {
-        "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0,
-    }  # fmt: skip
-    assert report["device"]["name"] == lily.device.device.choose_device("auto")
-
-
-def test_info_agrees_with_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["info", "--json", "--max-context", "1000"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    with device_buffers() as made, lily.Engine(max_context=1000, sequences=1) as engine:
-        info = engine.info
-        assert report["context"]["memory"]["total"] == memory_when_full(engine, made)
-    assert report["context"]["memory"] == info["memory"]
-    assert report["device"] == info["device"]
-    assert report["sampling_defaults"] | info["sampling_defaults"] == report["sampling_defaults"]
-
-
-def test_info_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["info"]) == 0
-    out = capsys.readouterr().out
-    assert f"lily {lily.__version__}" in out
-    assert "model: lily-tiny (embedded)" in out
-    assert "4096 bytes each" in out
-    shown = {label: words for label, _, words in (line.strip().partition("  ") for line in out.splitlines())}
-    assert shown["memory"].strip().endswith(" GB")
-    assert shown["usable sets"].strip().endswith("portable")
-    assert "null" not in out
-
-
-def test_a_device_is_described_in_lists_and_units() -> None:
-    info = {
-        "name": "metal", "isas": "a,b", "null": 0, "memory": 25_276_502_016, "threadgroup_memory": 32768,
-        "library_s": "0.250", "slice_ms": 20, "pipelines": 3, "unset": "",
-    }  # fmt: skip
-    data = described(info)
-    assert data == {
-        "isas": ["a", "b"], "memory": 25_276_502_016, "threadgroup_memory": 32768, "library_s": 0.25, "slice_ms": 20,
-        "pipelines": 3, "unset": "",
-    }  # fmt: skip
-    assert rows(data) == [
-        "usable sets         a, b",
-        "memory              25.28 GB",
-        "threadgroup memory  32.8 kB",
-        "library             0.25 s",
-        "slice               20 ms",
-        "pipelines           3",
-    ]
-
-
-def test_info_says_what_is_broken_and_shows_the_rest(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(["info", "-m", "/no/such/folder"]) == 1
-    out, err = capsys.readouterr()
-    assert "device: cpu\n" in out
-    assert err == "lily: error: '/no/such/folder': no such folder\n"
-    monkeypatch.delitem(kinds.LIBRARIES, "metal", raising=False)
-    assert run(["info", "--device", "metal"]) == 1
-    out, err = capsys.readouterr()
-    assert "model: lily-tiny" in out
-    assert "context: unknown" in out
-    assert "metal" in err
-    assert err.count("lily: error: ") == 1  # for one cause
-    assert run(["info", "--json", "--max-context", "40000"]) == 1
-    out, err = capsys.readouterr()
-    assert "40000" in json.loads(out)["context"]["error"]
-    assert "40000" in err
-
-
-# ---- pull
-def test_pull_writes_the_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(
-        "lily.checkpoint.hub.pull", lambda spec, progress: calls.append((spec, progress)) or Path("/cache/x")
-    )
-    monkeypatch.setattr("lily.cli.pull.is_terminal", lambda stream: stream is sys.stderr)
-    assert run(["pull", "a/b@main"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "/cache/x\n"
-    assert "lily generate -m a/b@main" in err
-    assert run(["pull", "a/b", "--quiet"]) == 0
-    assert capsys.readouterr() == ("/cache/x\n", "")
-    assert calls == [("a/b@main", True), ("a/b", False)]
-
-
-# A download whose thread cannot be interrupted, as those of huggingface_hub.
-SLOW_PULL = """
-import concurrent.futures, signal, sys, threading
-import lily.checkpoint.hub
-from lily.cli import run
-
-def pull(spec, progress):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(threading.Event().wait, 300)
-        print("downloading", flush=True)
-        waiting.result()
-
-lily.checkpoint.hub.pull = pull
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(run(["pull", "a/b"]))
-"""
-
-
-def test_an_interrupt_ends_a_download_at_once() -> None:
-    command = [sys.executable, "-c", SLOW_PULL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "downloading\n"
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)  # the thread alone would take five minutes
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (130, "\nlily: stopped; the same command goes on from here\n")
-
-
-def test_pull_names_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_disk(*_: object, **__: object) -> None:
-        raise LilyError("a/b: 20.4 GB to download, but / has 1.0 GB free")
-
-    monkeypatch.setattr("lily.checkpoint.hub.pull", no_disk)
-    assert "20.4 GB" in failure(["pull", "a/b"], capsys)
-    assert "ORG/NAME" in usage_error(["pull", "not-a-repository"], capsys)
-
-
-# ---- progress
-class Screen(io.StringIO):
-    """A terminal of some width that keeps what is written."""
-
-    def __init__(self, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        monkeypatch.setattr("sys.stderr", self)
-        monkeypatch.setattr("lily.cli.console.terminal_width", lambda stream: columns)
-
-    def isatty(self) -> bool:
-        return True
-
-    @property
-    def pictures(self) -> list[str]:
-        """Each state of the one line."""
-        return [part.removesuffix("\x1b[K") for part in self.getvalue().split("\r")[1:]]
-
-
-def test_the_progress_bar_names_its_work_at_once_ends_full_and_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(80, monkeypatch)
-    bar = Progress("loading x", gigabytes)
-    bar(0, 2_000_000_000)
-    bar(1, 2_000_000_000)  # too soon to be shown
-    bar(2_000_000_000, 2_000_000_000)
-    bar.clear()
-    empty, full = (f"loading x [{fill * 30}] {done} of 2.00 GB" for fill, done in ((" ", "0.00"), ("#", "2.00")))
-    assert screen.pictures == ["loading x", empty, full, ""]
-
-
-@pytest.mark.parametrize("columns", [1, 10, 40, 60, 80, 200])
-def test_the_progress_bar_is_never_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """A line that fills the terminal would be wrapped, and then each picture would be a line of its own."""
-    screen = Screen(columns, monkeypatch)
-    bar = Progress("loading mlx-community/Qwen3.6-35B-A3B-4bit-with-a-long-name", gigabytes)
-    bar(20_400_000_000, 20_400_000_000)
-    assert max(map(len, screen.pictures)) < columns
-    assert columns < 60 or "########] 20.40 of 20.40 GB" in screen.pictures[-1]
-
-
-def test_the_reading_of_a_long_prompt_is_shown_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(80, monkeypatch)
-    long, short = Reading(), Reading()
-    long(0, 3010)
-    assert screen.pictures[-1].endswith("] 0 of 3,010 tokens")
-    long(3010, 3010)
-    assert screen.pictures[-1] == ""
-    shown = len(screen.pictures)
-    long.clear()
-    for done in (2900, 3010):
-        short(done, 3010)
-    short.clear()
-    assert len(screen.pictures) == shown
-
-
-def test_loading_and_reading_are_shown_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["generate", "Hello " * 300, "--ignore-chat-template", "--max-tokens", "1", "--temp", "0"]
-    assert run(arguments) == 0
-    assert "\r" not in capsys.readouterr().err
-    screen = Screen(80, monkeypatch)
-    assert run(arguments) == 0
-    assert "loading the embedded model" in screen.pictures
-    assert any(picture.startswith("reading the prompt [") for picture in screen.pictures)
