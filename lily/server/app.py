@@ -191,7 +191,7 @@ class App:
     def _work(self, relay: Relay, request: Request) -> None:
         """The thread of a reply."""
         try:
-            relay.run(lambda on_prompt: open_stream(self.engine, request, on_prompt))
+            relay.run(lambda on_prompt: open_stream(self.engine, request, on_prompt), whole=not request.stream)
         finally:
             self._relays.discard(relay)
 

@@ -40,22 +40,29 @@ class Relay:
         self.progress: tuple[int, int] | None = None
 
     # ---- in the thread
-    def run(self, make: Callable[[OnPrompt], Stream]) -> None:
-        """Reads the stream that ``make`` gives to its end; every failure goes to the event loop."""
+    def run(self, make: Callable[[OnPrompt], Stream], *, whole: bool = False) -> None:
+        """Reads the stream that ``make`` gives to its end; every failure goes to the event loop.
+
+        whole: nothing but its last chunk is wanted.
+        """
         last: Exception | None = None
         try:
             if self.ended is None:
-                self._read(make(self._note))
+                self._read(make(self._note), whole)
         except Exception as error:
             last = error
         finally:
             self._hand_over(last)
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self, stream: Stream, whole: bool) -> None:
         with stream:
             with self._lock:
                 self._stream = stream
             if self.ended is not None:  # before there was something to cancel
+                return
+            if whole:
+                completion = stream.completion(alone=True)
+                self._hand_over(StreamChunk(completion.text, completion=completion))
                 return
             for chunk in stream:
                 if not self._has_room():
