@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS
 from lily.server.errors import wrong
 from lily.server.fields import Fields
+from lily.text.demands import NONE, Demands
 from lily.text.template import END_THINK, Message, reply_start, starts_in_reasoning
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Request:
     """What is asked of the engine, and how the answer is to be given.
 
     prompt: text or token ids, of a request that is no chat. begun: the assistant's message that is to be continued, if
-    the chat ends with one. usage: whether the stream ends with a chunk that has the counts.
+    the chat ends with one. usage: whether the stream ends with a chunk that has the counts. demands: on a chat's reply.
     """
 
     sampling: Mapping[str, Any]
@@ -61,6 +62,7 @@ class Request:
     begun: Message | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    demands: Demands = NONE
 
     @property
     def prompt_field(self) -> str:
