@@ -381,19 +381,25 @@ def test_failed_chunk_leaves_the_sequence_as_it_was(warm, cold_engine, grid, mon
     tokens = random_tokens(2 * grid + grid // 3)
     check(warm, cold_engine, tokens[: grid // 5])
     r, calls = runner_of(warm), iter(range(10))
-    wait = r.device.wait
+    device = r.device
 
-    def failing(ticket: int, timeout: float | None = None) -> bool:
-        done = wait(ticket, timeout)
-        if next(calls) != failing_call:
-            return done
-        sequence_of(warm).state()[:] = 0x3F
-        raise DeviceError("injected")
+    class Failing:
+        """The device as the runner alone sees it: what the recorder waits for is no chunk."""
 
-    monkeypatch.setattr(r.device, "wait", failing)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(device, name)
+
+        def wait(self, ticket: int, timeout: float | None = None) -> bool:
+            done = device.wait(ticket, timeout)
+            if next(calls) != failing_call:
+                return done
+            sequence_of(warm).state()[:] = 0x3F
+            raise DeviceError("injected")
+
+    monkeypatch.setattr(r, "device", Failing())
     with pytest.raises(DeviceError, match="injected"):
         warm.generate(tokens, max_tokens=3)
-    monkeypatch.setattr(r.device, "wait", wait)
+    monkeypatch.setattr(r, "device", device)
     check(warm, cold_engine, tokens)
     check(warm, cold_engine, tokens[: grid // 5] + random_tokens(5, 4))
 

@@ -75,7 +75,7 @@ def test_a_stream_that_waits_for_the_engine_shows_signs_of_life(engine: Engine) 
 
 
 def test_a_stream_whose_prompt_is_read_says_how_far(small_chunks: Engine) -> None:
-    prompt = [{"role": "user", "content": "word " * 60}]
+    prompt = [{"role": "user", "content": "far " * 60}]  # of which no other test has left a beginning
     total = len(small_chunks.render_chat(prompt))
     with serving(small_chunks, keep_alive=0.01) as server, gated(in_prompt=True) as gate:
         connection = server.connect(CHAT, **{**SHORT, "messages": prompt})
