@@ -35,7 +35,14 @@ class CheckpointError(LilyError):
 
 
 class ContextLengthError(LilyError):
-    """A prompt does not fit into the context; the message holds both token counts."""
+    """A prompt does not fit into the context; the message holds both token counts.
+
+    ``tokens``: those of the prompt; ``limit``: how many the context holds, with the reply.
+    """
+
+    def __init__(self, message: str = "", *, tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message)
+        self.tokens, self.limit = tokens, limit
 
 
 class InvalidRequestError(LilyError):

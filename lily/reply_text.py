@@ -46,6 +46,7 @@ class ReplyText:
         self._arguments: list[str] = []
         self._calls: list[ToolCall] = []
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self._reasoning_tokens = 0
         self._first_token = 0.0
 
     def push(self, token: Token, *, last: bool) -> StreamChunk:
@@ -57,6 +58,7 @@ class ReplyText:
         if self._logprobs is not None:
             logprob = [TokenLogprob(token.id, token.logprob or 0.0, token.top)]
             self._logprobs += logprob
+        self._reasoning_tokens += self._split.reasoning
         chunk = _Chunk(self._matcher)
         chunk.take(self._split.push(token.id, self._detokenizer.push(token.id)))
         reason = self._finish(chunk, token.stopped, last)
@@ -100,7 +102,7 @@ class ReplyText:
         )  # fmt: skip
         return Completion(
             "".join(self._texts), self.token_ids, reason, self._prompt, n, self._cached, self._logprobs, timings,
-            self._seed, "".join(self._reasonings) or None, self._calls,
+            self._seed, "".join(self._reasonings) or None, self._calls, self._reasoning_tokens, self._matcher.matched,
         )  # fmt: skip
 
 
@@ -147,6 +149,8 @@ class _Chunk:
 class _Plain:
     """The reply to a plain prompt: all of it is content."""
 
+    reasoning = False
+
     def push(self, id: int, text: str) -> list[Part]:
         return [Content(text)] if text else []
 
@@ -164,6 +168,10 @@ class _Chat:
         # One that ends the reply has no text, and what is behind it never comes.
         self._markers = {id: marker for marker, id in ids.items() if id is not None and id not in stop_ids}
         self._parts = ReplyParts(form, call_id, without_token=[marker for marker, id in ids.items() if id is None])
+
+    @property
+    def reasoning(self) -> bool:
+        return self._parts.reasoning
 
     def push(self, id: int, text: str) -> list[Part]:
         marker = self._markers.get(id)

@@ -202,8 +202,9 @@ def check_context(config: ModelConfig, max_context: int, prompt: int, what: str 
     if prompt >= max_context:
         raise ContextLengthError(
             f"the {what} has {prompt} tokens, the context holds {max_context} of them with the reply; "
-            f"shorten it, or allow more with max_context (the model's limit is {config.max_position_embeddings})"
-        )
+            f"shorten it, or allow more with max_context (the model's limit is {config.max_position_embeddings})",
+            tokens=prompt, limit=max_context,
+        )  # fmt: skip
 
 
 def common_prefix(a: abc.Sequence[int], b: abc.Sequence[int]) -> int:

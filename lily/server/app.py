@@ -3,7 +3,7 @@
 
 Every reply is read by a thread of its own (``relay.py``), so that no client holds up the event loop or another client.
 The engine decides who runs; how many wait for it is bounded here.
-Not handled: several models, embeddings, images; ``/v1/responses``, ``/v1/messages``.
+Not handled: several models, embeddings, images.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from lily.server.counts import Head
 from lily.server.errors import RequestError, as_request_error
 from lily.server.fields import json_object
 from lily.server.guards import Guards, read_body, refusal
-from lily.server.outgoing import Outgoing, Reply
+from lily.server.messages import MessagesReply, read_messages
+from lily.server.outgoing import Outgoing
 from lily.server.relay import GONE, STALLED, STOPPING, Relay
+from lily.server.replies import Reply
 from lily.server.requests import Model, Request, open_stream
+from lily.server.responses import ResponsesReply, read_responses
 from lily.server.settings import Settings
 from lily.server.tokens import ANSWERS, Answer
 from lily.streaming import Completion
@@ -57,8 +60,10 @@ class Dialect:
 
 
 DIALECTS = {
-    "/v1/chat/completions": Dialect("chatcmpl", "messages", read_chat, ChatReply),
-    "/v1/completions": Dialect("cmpl", "prompt", read_completion, CompletionReply),
+    "/v1/chat/completions": Dialect("chatcmpl-", "messages", read_chat, ChatReply),
+    "/v1/responses": Dialect("resp_", "input", read_responses, ResponsesReply),
+    "/v1/messages": Dialect("msg_", "messages", read_messages, MessagesReply),
+    "/v1/completions": Dialect("cmpl-", "prompt", read_completion, CompletionReply),
 }
 
 
@@ -107,7 +112,10 @@ class App:
         return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
     async def _models(self, http: HttpRequest) -> ASGIApp:
-        return JSONResponse({"object": "list", "data": [self._model_object()]})
+        model = self._model_object()
+        # Some clients look for the names in a list of their own.
+        names = {"name": model["id"], "model": model["id"], "capabilities": ["completion", "tools"]}
+        return JSONResponse({"object": "list", "data": [model], "models": [names]})
 
     async def _one_model(self, http: HttpRequest) -> ASGIApp:
         return JSONResponse(self._model_object())  # any name is accepted, as in requests
@@ -154,7 +162,8 @@ class App:
 
     async def _respond(self, request: Request, reply: Reply, scope: Scope, receive: Receive, send: Send) -> None:
         began, path = time.monotonic(), scope["path"]
-        async with self._relay(request, receive) as relay:
+        whole = not request.stream and not reply.ordered
+        async with self._relay(request, receive, whole=whole) as relay:
             outgoing = Outgoing(relay, send, self.settings)
             try:
                 done = await (outgoing.stream(reply) if request.stream else outgoing.whole(reply))
@@ -165,13 +174,16 @@ class App:
                 over = relay.ended == STOPPING or self.engine.closed
                 failure = _stopping() if over else self.told(error, request.prompt_field)
                 LOG.info("%s %d: %s", path, failure.status, failure.code or failure.param)
-                await outgoing.fail(failure, scope, receive)
+                await outgoing.fail(failure, reply if request.stream else None, scope, receive)
             else:
                 LOG.info("%s 200: %s", path, _figures(done, time.monotonic() - began))
 
     @asynccontextmanager
-    async def _relay(self, request: Request, receive: Receive) -> AsyncIterator[Relay]:
-        """The way of a reply, which ends with this block at the latest. RequestError (503): too many wait."""
+    async def _relay(self, request: Request, receive: Receive, *, whole: bool) -> AsyncIterator[Relay]:
+        """The way of a reply, which ends with this block at the latest. RequestError (503): too many wait.
+
+        whole: of its chunks only the last one is wanted.
+        """
         self._check_running()
         if self.requests > self.settings.queue:
             raise RequestError(
@@ -180,7 +192,7 @@ class App:
             )  # fmt: skip
         relay = Relay(self.settings.request_timeout)
         self._relays.add(relay)
-        threading.Thread(target=self._work, args=(relay, request), name="lily-reply", daemon=True).start()
+        threading.Thread(target=self._work, args=(relay, request, whole), name="lily-reply", daemon=True).start()
         watcher = asyncio.create_task(_watch(receive, relay))
         try:
             yield relay
@@ -188,10 +200,10 @@ class App:
             watcher.cancel()
             relay.cancel(GONE)
 
-    def _work(self, relay: Relay, request: Request) -> None:
+    def _work(self, relay: Relay, request: Request, whole: bool) -> None:
         """The thread of a reply."""
         try:
-            relay.run(lambda on_prompt: open_stream(self.engine, request, on_prompt), whole=not request.stream)
+            relay.run(lambda on_prompt: open_stream(self.engine, request, on_prompt), whole=whole)
         finally:
             self._relays.discard(relay)
 
@@ -213,7 +225,7 @@ class _Endpoint:
         except Exception as error:
             failure = self._told(error, self._field)
             LOG.info("%s %d: %s", show(scope["path"]), failure.status, failure.code or failure.param)
-            await refusal(failure)(scope, receive, send)
+            await refusal(failure, scope["path"])(scope, receive, send)
 
 
 async def _nothing_there(http: HttpRequest) -> ASGIApp:

@@ -15,18 +15,21 @@ from typing import Any
 from lily.server.counts import Head, timings, usage
 from lily.server.errors import wrong
 from lily.server.fields import Fields
+from lily.server.replies import Progress, Reply
 from lily.server.requests import (
+    EFFORTS,
     Model,
     Request,
+    continued,
     read_number_of_replies,
     read_sampling,
     read_streaming,
+    template_options,
     top_logprobs,
 )
 from lily.streaming import Completion, StreamChunk, TokenLogprob, ToolCallDelta
-from lily.text.template import Message, normalise_messages
+from lily.text.template import Message
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -45,9 +48,10 @@ def read_chat(body: Mapping[str, Any], model: Model) -> Request:
         sampling["logprobs"] = top or 0
     elif top:
         raise wrong("top_logprobs", f"top_logprobs is {top} without logprobs; set logprobs to true, too")
+    thinking = False if fields.one_of("reasoning_effort", EFFORTS) == "none" else None
     return Request(
         sampling, stream, with_usage, messages=messages, begun=begun, tools=tools,
-        template_kwargs=_template_options(fields, model, tools=tools is not None),
+        template_kwargs=template_options(fields, model, tools=tools is not None, thinking=thinking),
     )  # fmt: skip
 
 
@@ -56,13 +60,7 @@ def _messages(fields: Fields) -> tuple[list[Message], Message | None]:
     given = fields.items("messages")
     if given is None:
         fields.refuse("messages", "a list of messages, each with role and content")
-    messages = normalise_messages(given)
-    last = messages[-1]
-    if last["role"] != "assistant" or last.get("tool_calls"):
-        return messages, None
-    if len(messages) == 1:
-        raise wrong("messages", "messages is a reply alone; give at least one message before the reply to continue")
-    return messages[:-1], last
+    return continued(given, "messages")
 
 
 def _tools(fields: Fields) -> list[Mapping[str, Any]] | None:
@@ -104,36 +102,14 @@ def _check_format(fields: Fields) -> None:
         inner.unavailable("type", f"the format {kind}", "allowed: text")
 
 
-def _template_options(fields: Fields, model: Model, *, tools: bool) -> dict[str, Any]:
-    """Options of the chat template; what it does not read is left out, as an unknown field of the request is.
-
-    With tools, earlier reasoning is kept where the template can: what was read before then stays a prefix of the
-    next prompt.
-    """
-    options: dict[str, Any] = {"preserve_thinking": True} if tools else {}
-    options |= model.template_args
-    if fields.one_of("reasoning_effort", EFFORTS) == "none":
-        options["enable_thinking"] = False
-    given = fields.mapping("chat_template_kwargs") or {}
-    for name in ("messages", "tools", "add_generation_prompt"):
-        if name in given:
-            full = f"chat_template_kwargs.{name}"
-            raise wrong(full, f"{full} is set by Lily itself; leave it out")
-    options |= given
-    return {name: value for name, value in options.items() if name in model.template_options}
-
-
-class ChatReply:
-    """A reply in the dialect's objects: those of a stream one by one, or one for all of it.
-
-    ``token_bytes`` gives the bytes of a token id.
-    """
+class ChatReply(Reply):
+    """A reply in the dialect's objects. ``token_bytes`` gives the bytes of a token id."""
 
     def __init__(self, head: Head, request: Request, token_bytes: Callable[[int], bytes]) -> None:
         self._head, self._request, self._bytes = head, request, token_bytes
         self._logprobs: list[TokenLogprob] = []  # of tokens that have shown nothing yet
 
-    def begin(self) -> Iterator[dict[str, Any]]:
+    def begin(self, prompt: Progress) -> Iterator[dict[str, Any]]:
         """What comes before the first token."""
         yield self._event({"role": "assistant", "content": ""})
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lily.server.counts import Head, timings, usage
 from lily.server.fields import Fields
+from lily.server.replies import Reply
 from lily.server.requests import (
     Model,
     Request,
@@ -39,7 +40,7 @@ def read_completion(body: Mapping[str, Any], model: Model) -> Request:
     logprobs = top_logprobs(fields, "logprobs")
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    return Request(sampling, stream, with_usage, prompt=prompt)
+    return Request(sampling, stream, with_usage, prompt=prompt, prompt_field="prompt")
 
 
 def _prompt(fields: Fields) -> str | list[int]:
@@ -53,17 +54,13 @@ def _prompt(fields: Fields) -> str | list[int]:
     return given
 
 
-class CompletionReply:
+class CompletionReply(Reply):
     """A reply in the dialect's objects, as ``ChatReply``."""
 
     def __init__(self, head: Head, request: Request, token_bytes: Callable[[int], bytes]) -> None:
         self._head, self._request, self._bytes = head, request, token_bytes
         self._logprobs: list[TokenLogprob] = []  # of tokens that have shown nothing yet
         self._characters = 0  # of the tokens before
-
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """What comes before the first token: nothing."""
-        yield from ()
 
     def push(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
         """The events that a chunk makes; one with the end makes the last ones."""

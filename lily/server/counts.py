@@ -23,7 +23,7 @@ class Head:
     @classmethod
     def new(cls, prefix: str, model: str) -> Head:
         """One that no other response has."""
-        return cls(f"{prefix}-{os.urandom(12).hex()}", int(time.time()), model)
+        return cls(prefix + os.urandom(12).hex(), int(time.time()), model)
 
     def of(self, kind: str) -> dict[str, Any]:
         """The fields with which an object of this response begins."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong with a request, as HTTP status and as the object that OpenAI's clients expect.
-
-Not handled: the shapes of other dialects.
-"""
+"""What goes wrong with a request, as HTTP status and as the objects that OpenAI's and Anthropic's clients expect."""
 
 from __future__ import annotations
 
@@ -13,6 +10,10 @@ from typing import Any
 from lily.errors import CheckpointError, ContextLengthError, InvalidRequestError, LilyError
 
 TOO_LONG = "context_length_exceeded"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    503: "overloaded_error",
+}  # fmt: skip
 _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*")
 _OPTION = "template option "
 
@@ -20,14 +21,15 @@ _OPTION = "template option "
 class RequestError(LilyError):
     """A request that is refused or has failed: its HTTP ``status``, OpenAI's ``code``, the field at fault.
 
-    headers: of the response, beside those of its body.
+    headers: of the response, beside those of its body. too_long: both counts, of a prompt that does not fit.
     """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None, too_long: str = "",
     ) -> None:  # fmt: skip
         super().__init__(message)
+        self.too_long = too_long
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     @property
@@ -35,6 +37,13 @@ class RequestError(LilyError):
         """The JSON object of the response, and of the event that ends a stream."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same for Anthropic's clients, which tell a prompt that is too long by how its message begins."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        message = f"{self.too_long}; {self}" if self.too_long else str(self)
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def wrong(param: str, message: str, code: str | None = None) -> RequestError:
@@ -53,7 +62,8 @@ def as_request_error(error: Exception, prompt_field: str, hidden: str = "") -> R
     text = str(error).replace(hidden, "the model's folder") if hidden else str(error)
     match error:
         case ContextLengthError():
-            return RequestError(400, text, param=prompt_field, code=TOO_LONG)
+            counts = f"prompt is too long: {error.tokens} tokens > {error.limit - 1} maximum"
+            return RequestError(400, text, param=prompt_field, code=TOO_LONG, too_long=counts)
         case InvalidRequestError() if text.startswith(_OPTION):
             return wrong("chat_template_kwargs", f"chat_template_kwargs: {text}")
         case InvalidRequestError():

@@ -50,7 +50,7 @@ class Guards:
                 return
             self._check_key(headers, scope["path"])
         except RequestError as error:
-            await refusal(error)(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -91,10 +91,14 @@ class Guards:
             )  # fmt: skip
 
 
-def refusal(error: RequestError) -> Response:
-    """The response that says what is wrong. What is left of the request is not read, so the connection ends."""
+def refusal(error: RequestError, path: str) -> Response:
+    """The response that says what is wrong, in the shape of the dialect that speaks at ``path``.
+
+    What is left of the request is not read, so the connection ends.
+    """
     headers = {**error.headers, "Connection": "close"} if error.status in (408, 413) else error.headers
-    return JSONResponse(error.body, status_code=error.status, headers=headers)
+    body = error.anthropic_body if path.startswith("/v1/messages") else error.body
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 def is_loopback(name: str) -> bool:
@@ -147,7 +151,7 @@ def _preflight(origin: str | None) -> Response:
         return Response(status_code=204, headers={"Allow": _METHODS})
     headers = {
         "Access-Control-Allow-Methods": _METHODS,
-        "Access-Control-Allow-Headers": "authorization, content-type, x-api-key",
+        "Access-Control-Allow-Headers": "authorization, content-type, x-api-key, anthropic-version, anthropic-beta",
         "Access-Control-Max-Age": _PREFLIGHT_SECONDS,
     }
     return Response(status_code=204, headers=headers)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reply on its way to the client: in one piece, or as server-sent events.
 
-While nothing comes a stream shows signs of life: comments, which say how far the prompt is read.  A client that takes
-nothing for too long loses its reply.  Until the first part of a stream is sent, a failure has a status of its own; from
-then on it is an event.
+While nothing comes a stream shows signs of life.  A client that takes nothing for too long loses its reply.  Until the
+first part of a stream is sent, a failure has a status of its own; from then on it is an event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Iterable
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -19,24 +18,11 @@ from lily.errors import LilyError
 from lily.server.errors import RequestError
 from lily.server.guards import refusal
 from lily.server.relay import STALLED, Relay
+from lily.server.replies import Part, Reply
 from lily.server.settings import Settings
 from lily.streaming import Completion, StreamChunk
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-_DONE = b"data: [DONE]\n\n"
-
-
-class Reply(Protocol):
-    """What a dialect makes of a reply."""
-
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """The events before the first token."""
-
-    def push(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
-        """The events of a chunk."""
-
-    def whole(self, reply: Completion) -> dict[str, Any]:
-        """The response that is not streamed."""
 
 
 class Outgoing:
@@ -50,6 +36,8 @@ class Outgoing:
         """Sends the reply in one piece. Raises what has ended it."""
         completion = None
         while (chunk := await self._relay.next()) is not None:
+            if reply.ordered:
+                deque(reply.push(chunk), maxlen=0)
             completion = chunk.completion
         done = _ended(completion)
         body = json.dumps(reply.whole(done), ensure_ascii=False).encode()
@@ -61,33 +49,33 @@ class Outgoing:
     async def stream(self, reply: Reply) -> Completion:
         """Sends the reply as it comes. Raises what has ended it."""
         completion, spoken = None, False
-        while (chunk := await self._next()) is not None:
+        while (chunk := await self._next(reply)) is not None:
             if not spoken:
                 spoken = True
-                await self._events(reply.begin())
-            await self._events(reply.push(chunk))
+                await self._parts(reply.begin(self._relay.prompt))
+            await self._parts(reply.push(chunk))
             completion = chunk.completion
         done = _ended(completion)
-        await self._part(_DONE, more=False)
+        await self._part(reply.closing, more=False)
         return done
 
-    async def fail(self, error: RequestError, scope: Scope, receive: Receive) -> None:
-        """Tells the client what went wrong."""
-        if self._begun:
-            await self._part(event(error.body), more=False)
+    async def fail(self, error: RequestError, reply: Reply | None, scope: Scope, receive: Receive) -> None:
+        """Tells the client what went wrong; ``reply`` is streamed, or None."""
+        if reply is not None and (self._begun or reply.streams(error)):
+            await self._part(b"".join(map(encoded, reply.failed(error))), more=False)
         else:
-            await refusal(error)(scope, receive, self._send)
+            await refusal(error, scope["path"])(scope, receive, self._send)
 
-    async def _next(self) -> StreamChunk | None:
-        """The next chunk; until it is there, comments."""
+    async def _next(self, reply: Reply) -> StreamChunk | None:
+        """The next chunk; until it is there, signs of life."""
         while True:
             try:
                 return await self._relay.next(self._settings.keep_alive)
             except TimeoutError:
-                await self._part(progress(self._relay.progress))
+                await self._parts(reply.alive(self._relay.progress))
 
-    async def _events(self, objects: Iterable[dict[str, Any]]) -> None:
-        data = b"".join(map(event, objects))
+    async def _parts(self, parts: Iterable[Part]) -> None:
+        data = b"".join(map(encoded, parts))
         if data:
             await self._part(data)
 
@@ -106,15 +94,13 @@ class Outgoing:
             raise LilyError(STALLED) from None
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def progress(done: tuple[int, int] | None) -> bytes:
-    """A comment that says how far the prompt is read. It is never empty, which some clients cannot take."""
-    what = "waiting for the engine" if done is None else f"{done[0]} of {done[1]} tokens of the prompt are read"
-    return f": {what}\n\n".encode()
+def encoded(part: Part) -> bytes:
+    """A server-sent event, named if its object has a type; or a comment."""
+    if isinstance(part, str):
+        return f": {part}\n\n".encode()
+    data = json.dumps(part, ensure_ascii=False, separators=(",", ":"))
+    name = f"event: {part['type']}\n" if "type" in part else ""
+    return f"{name}data: {data}\n\n".encode()
 
 
 def _ended(completion: Completion | None) -> Completion:

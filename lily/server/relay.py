@@ -26,6 +26,7 @@ class Relay:
     """One reply. Made in the event loop; ``run`` is for a thread, everything else for the event loop.
 
     ended: why the reply was cancelled, None if it was not. progress: (tokens of the prompt that are done, in all).
+    prompt: the first progress, when only those were done that needed no work.
     """
 
     def __init__(self, patience: float, room: int = ROOM) -> None:
@@ -37,6 +38,7 @@ class Relay:
         self._stream: Stream | None = None
         self._over = False
         self.ended: str | None = None
+        self.prompt: tuple[int, int] | None = None
         self.progress: tuple[int, int] | None = None
 
     # ---- in the thread
@@ -71,6 +73,7 @@ class Relay:
 
     def _note(self, done: int, total: int) -> None:
         self.progress = done, total
+        self.prompt = self.prompt or self.progress
 
     def _has_room(self) -> bool:
         if not self._room.acquire(timeout=self._patience):

@@ -14,13 +14,14 @@ from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS
 from lily.server.errors import wrong
 from lily.server.fields import Fields
 from lily.text.demands import NONE, Demands
-from lily.text.template import END_THINK, Message, reply_start, starts_in_reasoning
+from lily.text.template import END_THINK, Message, normalise_messages, reply_start, starts_in_reasoning
 
 if TYPE_CHECKING:
     from lily.engine import Engine, OnPrompt
     from lily.server.settings import Settings
     from lily.streaming import Stream
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _SAME_NAMES = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "stop", "stop_token_ids",
@@ -52,6 +53,7 @@ class Request:
 
     prompt: text or token ids, of a request that is no chat. begun: the assistant's message that is to be continued, if
     the chat ends with one. usage: whether the stream ends with a chunk that has the counts. demands: on a chat's reply.
+    prompt_field: the field that holds the prompt. echo: what the response repeats of the request.
     """
 
     sampling: Mapping[str, Any]
@@ -63,11 +65,8 @@ class Request:
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     demands: Demands = NONE
-
-    @property
-    def prompt_field(self) -> str:
-        """The field that holds the prompt."""
-        return "messages" if self.prompt is None else "prompt"
+    prompt_field: str = "messages"
+    echo: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_sampling(fields: Fields, model: Model) -> dict[str, Any]:
@@ -75,12 +74,13 @@ def read_sampling(fields: Fields, model: Model) -> dict[str, Any]:
     sampling = {name: fields.given(name) for name in _SAME_NAMES}
     sampling["ignore_eos"] = fields.flag("ignore_eos")
     sampling["logit_bias"] = _bias(fields, model)
-    sampling["max_tokens"] = _limit(fields, model)
+    sampling["max_tokens"] = limit(fields, model, "max_completion_tokens", "max_tokens")
     return {name: value for name, value in sampling.items() if value is not None}
 
 
-def _limit(fields: Fields, model: Model) -> int | None:
-    asked = [fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")]
+def limit(fields: Fields, model: Model, *names: str) -> int | None:
+    """The most tokens that the reply may have, by fields of these ``names`` and by the server."""
+    asked = [fields.whole(name, 1) for name in names]
     return min((n for n in (*asked, model.max_tokens) if n is not None), default=None)
 
 
@@ -109,6 +109,43 @@ def read_number_of_replies(fields: Fields, *names: str) -> None:
     for name in names:
         if fields.whole(name, 1) not in (None, 1):
             fields.unavailable(name, "more than one reply", "send the request as often as needed, or leave it out")
+
+
+def template_options(fields: Fields, model: Model, *, tools: bool, thinking: bool | None) -> dict[str, Any]:
+    """Options of the chat template; what it does not read is left out, as an unknown field of the request is.
+
+    With tools, earlier reasoning is kept where the template can: what was read before then stays a prefix of the
+    next prompt. thinking: whether the reply is to begin with reasoning, if the request says it.
+    """
+    options: dict[str, Any] = {"preserve_thinking": True} if tools else {}
+    options |= model.template_args
+    if thinking is not None:
+        options["enable_thinking"] = thinking
+    given = fields.mapping("chat_template_kwargs") or {}
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in given:
+            full = f"chat_template_kwargs.{name}"
+            raise wrong(full, f"{full} is set by Lily itself; leave it out")
+    options |= given
+    return {name: value for name, value in options.items() if name in model.template_options}
+
+
+def continued(messages: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Message], Message | None]:
+    """Messages made regular, and the last one if it is a reply that is to go on. name: of the field that has them."""
+    regular = normalise_messages(messages)
+    last = regular[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        return regular, None
+    if len(regular) == 1:
+        raise wrong(name, f"{name} is a reply alone; give at least one message before the reply to continue")
+    return regular[:-1], last
+
+
+def check_demands(demands: Demands, *, call: str, schema: str) -> None:
+    """Refuses what replies cannot be held to yet; the names are those of the fields that ask for it."""
+    for name, asked, what in ((call, demands.call, "a forced call"), (schema, demands.schema is not None, "a format")):
+        if asked:
+            raise wrong(name, f"{name}: {what} is not available yet; leave it out", code="not_available")
 
 
 def top_logprobs(fields: Fields, name: str) -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/tokenize``, ``/detokenize`` and ``/apply-template``: what the model would read, without running it."""
+"""``/tokenize``, ``/detokenize``, ``/apply-template``, ``/v1/messages/count_tokens``: what the model would read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from lily.engine import Engine
 from lily.server.chat import read_chat
 from lily.server.fields import Fields
+from lily.server.messages import read_to_count
 from lily.server.requests import Model, rendered
 
 Answer = Callable[[Engine, Model, Mapping[str, Any]], dict[str, Any]]
@@ -46,8 +47,14 @@ def apply_template(engine: Engine, model: Model, body: Mapping[str, Any]) -> dic
     return {"prompt": rendered(engine, read_chat(body, model))}
 
 
+def count_tokens(engine: Engine, model: Model, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens of the prompt that a request to ``/v1/messages`` makes, tools included."""
+    return {"input_tokens": len(engine.tokenizer.encode(rendered(engine, read_to_count(body, model))))}
+
+
 ANSWERS: dict[str, Answer] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
     "/apply-template": apply_template,
+    "/v1/messages/count_tokens": count_tokens,
 }

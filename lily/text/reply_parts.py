@@ -113,6 +113,11 @@ class ReplyParts:
         """Characters that wait for what follows them; values that may be JSON are not among them."""
         return len(self._text) + (self._spelled.waiting if self._spelled else 0)
 
+    @property
+    def reasoning(self) -> bool:
+        """Whether what comes next is reasoning, or the tag that ends it."""
+        return self._state == self._reason
+
     def push(self, text: str) -> list[Part]:
         """More text, with no lone surrogate in it."""
         return self._advance(self._spelled.push(text) if self._spelled else text)

@@ -7,43 +7,13 @@ lily-tiny calls no tools by itself.  Not handled: every form of a call (the test
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
+from scripted import CALL, TOOLS, writing
 from server_harness import HI, Running
 
 from lily.engine import Engine
-from lily.run.reply import Reply, Token
-
-TOOLS: list[Any] = [
-    {"type": "function", "function": {
-        "name": "look",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}, "times": {"type": "integer"}}},
-    }}
-]  # fmt: skip
-_TIMES = "<parameter=times>\n2\n</parameter>\n"
-CALL = f"<tool_call>\n<function=look>\n<parameter=at>\n{{}}\n</parameter>\n{_TIMES}</function>\n</tool_call>"
-
-
-@contextmanager
-def writing(engine: Engine, text: str, end: bool = True) -> Iterator[None]:
-    """The model writes ``text``, whatever it would have written, and ends its reply."""
-    ids = [*engine.tokenizer.encode(text), *([engine.tokenizer.id_of("<|im_end|>")] if end else [])]
-    before = Reply.next
-    scripts: dict[Reply, Iterator[Any]] = {}
-
-    def given(reply: Reply) -> Token | None:
-        token = before(reply)
-        script = scripts.setdefault(reply, iter(enumerate(ids, 1)))
-        number, chosen = next(script)
-        return None if token is None else replace(token, id=chosen, stopped=end and number == len(ids))
-
-    with mock.patch.object(Reply, "next", given):
-        yield
 
 
 def ask(server: Running, **how: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from lily.server.chat import ChatReply, read_chat
 from lily.server.completions import CompletionReply, read_completion
 from lily.server.counts import Head
-from lily.server.outgoing import event, progress
+from lily.server.outgoing import encoded
 from lily.server.requests import Model, Request
 from lily.streaming import Completion, StreamChunk, Timings, TokenLogprob, ToolCall, ToolCallDelta
 
@@ -39,7 +39,7 @@ def end(done: Completion, **parts: Any) -> StreamChunk:
 
 def replied(*chunks: StreamChunk, request: Request | None = None) -> list[dict[str, Any]]:
     reply = ChatReply(HEAD, request or Request({}, stream=True), token_bytes)
-    return [*reply.begin(), *(event for chunk in chunks for event in reply.push(chunk))]
+    return [*reply.begin(None), *(event for chunk in chunks for event in reply.push(chunk))]
 
 
 def deltas(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def test_offsets_of_a_streamed_completion_go_on() -> None:
 
 
 def test_an_event_is_one_line_whatever_the_text() -> None:
-    data = event({"a": "x\n\r\u2028é"})
+    data = encoded({"a": "x\n\r\u2028é"})
     assert data.startswith(b"data: ")
     assert data.endswith(b"\n\n")
     assert data.count(b"\n") == 2
@@ -146,15 +146,17 @@ def test_an_event_is_one_line_whatever_the_text() -> None:
 
 
 def test_a_sign_of_life_is_a_comment_with_text() -> None:
-    assert progress(None) == b": waiting for the engine\n\n"
-    assert progress((3, 9)) == b": 3 of 9 tokens of the prompt are read\n\n"
+    reply = ChatReply(HEAD, Request({}, stream=True), token_bytes)
+    assert [*map(encoded, reply.alive(None))] == [b": waiting for the engine\n\n"]
+    assert [*map(encoded, reply.alive((3, 9)))] == [b": 3 of 9 tokens of the prompt are read\n\n"]
 
 
 # ---- requests
 def test_the_smallest_request_leaves_everything_to_the_engine() -> None:
     got = read_chat({"messages": HI}, MODEL)
     assert got == Request({"ignore_eos": False}, messages=HI)
-    assert read_completion({"prompt": [1, 2]}, MODEL) == Request({"ignore_eos": False}, prompt=[1, 2])
+    plain = Request({"ignore_eos": False}, prompt=[1, 2], prompt_field="prompt")
+    assert read_completion({"prompt": [1, 2]}, MODEL) == plain
 
 
 def test_null_is_the_same_as_nothing_and_unknown_fields_are_ignored() -> None:
