@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The application on a socket: bound before the model is loaded, listening after it, stopped by a signal.
 
+While no request comes nothing wakes the process.
 Not handled: TLS, several processes, sockets of the file system.
 """
 
@@ -11,10 +12,11 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, suppress
+from email.utils import formatdate
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lily.errors import LilyError
 from lily.server.app import App
@@ -60,12 +62,15 @@ class Server(uvicorn.Server):
     ready: called when it listens. interrupted: whether Ctrl-C has ended it.
     """
 
+    _loop: asyncio.AbstractEventLoop | None = None  # while it waits for the end
+    _exit = False
+
     def __init__(self, app: App, ready: Callable[[], object] = lambda: None) -> None:
         super().__init__(
             uvicorn.Config(
-                app, http="h11", ws="none", loop="asyncio", lifespan="off", interface="asgi3", log_config=None,
-                access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=GRACE,
-                timeout_keep_alive=IDLE,
+                _dated(app), http="h11", ws="none", loop="asyncio", lifespan="off", interface="asgi3", log_config=None,
+                access_log=False, proxy_headers=False, server_header=False, date_header=False,
+                timeout_graceful_shutdown=GRACE, timeout_keep_alive=IDLE,
             )
         )  # fmt: skip
         self.app, self._ready = app, ready
@@ -76,6 +81,27 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    @property
+    def should_exit(self) -> bool:
+        """Whether it is to end; may be set in any thread."""
+        return self._exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        self._exit = value
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended just now
+                self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def main_loop(self) -> None:
+        """Waits for the end; uvicorn's own looks for it ten times a second."""
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        while not self.should_exit:
+            await self._changed.wait()
+            self._changed.clear()
+        self._loop = None
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends every reply, then the connections."""
         self.app.stop()
@@ -83,20 +109,42 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the server, not the process: what owns the engine closes it."""
+        """SIGINT and SIGTERM end the server, not the process: what owns the engine closes it.
+
+        They wake the event loop, whichever thread the system gives them to.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            loop.add_signal_handler(number, self._signalled, number)
         try:
             yield
         finally:
             for number, handler in before.items():
+                loop.remove_signal_handler(number)
                 signal.signal(number, handler)
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
+    def _signalled(self, number: int) -> None:
         self.interrupted = self.interrupted or number == signal.SIGINT
-        self.handle_exit(number, frame)  # a second Ctrl-C waits for nobody
+        self.handle_exit(number, None)  # a second Ctrl-C waits for nobody
+
+
+def _dated(app: ASGIApp) -> ASGIApp:
+    """``app`` with the time in every response; uvicorn keeps it ready, and wakes for that every second."""
+
+    async def dated(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_dated(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                date = (b"date", formatdate(usegmt=True).encode())
+                message = {**message, "headers": [*message["headers"], date]}
+            await send(message)
+
+        await app(scope, receive, send_dated)
+
+    return dated
 
 
 def serve(app: App, bound: socket.socket, ready: Callable[[], object]) -> None:
