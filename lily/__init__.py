@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         InvalidRequestError,
         LilyError,
         LilyWarning,
+        TimeLimitError,
     )
+    from lily.run.requests import Scheduling
     from lily.sampling import SamplingParams
     from lily.session import Session
     from lily.streaming import Completion, Stream, StreamChunk, Timings, TokenLogprob, ToolCall, ToolCallDelta
@@ -37,10 +39,12 @@ __all__ = [
     "LilyError",
     "LilyWarning",
     "SamplingParams",
+    "Scheduling",
     "Score",
     "Session",
     "Stream",
     "StreamChunk",
+    "TimeLimitError",
     "Timings",
     "TokenLogprob",
     "ToolCall",
@@ -58,7 +62,9 @@ _HOMES = {
         "InvalidRequestError",
         "LilyError",
         "LilyWarning",
+        "TimeLimitError",
     ),
+    "lily.run.requests": ("Scheduling",),
     "lily.sampling": ("SamplingParams",),
     "lily.session": ("Session",),
     "lily.streaming": (

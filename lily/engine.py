@@ -36,7 +36,7 @@ from lily.policy import policy_for
 from lily.reply_text import ReplyText
 from lily.run.budget import SNAPSHOTS, Budget, plan_context, residents_bytes, sequence_bytes
 from lily.run.chunks import cut
-from lily.run.requests import Request
+from lily.run.requests import Request, Scheduling
 from lily.run.residents import Residents
 from lily.run.runner import Runner
 from lily.run.scheduler import Scheduler, Task, Work
@@ -149,10 +149,11 @@ class Engine:
                 budget=residents_bytes(budget, self.memory, needed(self.max_context)), sequence_bytes=needed,
             )  # fmt: skip
             self._device_info = described(device.info)
-            kept = parts.pop_all()
-        self._scheduler = Scheduler(
-            self._residents, abandon=self._runner.abandon, release=partial(_release, kept, device)
-        )
+            kept = ExitStack()
+            self._scheduler = Scheduler(
+                self._residents, abandon=self._runner.abandon, release=partial(_release, kept, device)
+            )
+            kept.push(parts.pop_all())  # there is a thread that will give them back
 
     def __enter__(self) -> Self:
         return self
@@ -206,31 +207,34 @@ class Engine:
 
     # ---- text
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
-    ) -> Completion:
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+        scheduling: Scheduling | None = None, **sampling: Unpack[Sampling],
+    ) -> Completion:  # fmt: skip
         """Continues ``prompt`` (text, taken as it is, or token ids).
 
         ``sampling`` are fields of SamplingParams by name; what is not given comes from the checkpoint's
         generation_config.json. ``params`` gives all of them at once, and names given beside it change it.
+        ``scheduling``: its priority among other requests, and its deadline.
         """
-        with self.stream(prompt, params, **sampling) as stream:
+        with self.stream(prompt, params, scheduling=scheduling, **sampling) as stream:
             return stream.completion(alone=True)
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-        on_prompt: OnPrompt | None = None, **sampling: Unpack[Sampling],
+        on_prompt: OnPrompt | None = None, scheduling: Scheduling | None = None, **sampling: Unpack[Sampling],
     ) -> Stream:  # fmt: skip
         """As ``generate``, in chunks. Closing the stream cancels within one token, or one chunk of the prompt.
 
         The request is checked at once; it runs when the first chunk is asked for. ``on_prompt`` is called with
         (tokens of the prompt that are done, tokens in all), first before any is run and then after each chunk; it
-        must not call the engine, which is busy with this request.
+        must not call the engine, which is busy with this request. ``scheduling``: as in ``generate``, and for how long
+        the reply may lie unread.
         """
-        return Stream(self.request(prompt, sampling, params, on_prompt))
+        return Stream(self.request(prompt, sampling, params, on_prompt, scheduling=scheduling))
 
     def request(
         self, prompt: str | Sequence[int], sampling: Mapping[str, Any], params: SamplingParams | None = None,
-        on_prompt: OnPrompt | None = None, form: ReplyForm | None = None,
+        on_prompt: OnPrompt | None = None, form: ReplyForm | None = None, scheduling: Scheduling | None = None,
     ) -> Callable[[Request], ReplyChunks]:  # fmt: skip
         """A checked request, to be run as a stream's chunks. form: of a chat's reply, which is split into its parts."""
         self._check_open()
@@ -238,36 +242,39 @@ class Engine:
         used = make_params(self._defaults, sampling, params).with_seed()
         stops = self._stop_token_ids(used)
         check_ids(used, stops, self.tokenizer.num_tokens)
-        return partial(self._chunks, tokens, used, stops, on_prompt or _nobody_waits, form)
+        on_prompt, scheduling = on_prompt or _nobody_waits, scheduling or Scheduling()
+        return partial(self._chunks, tokens, used, stops, on_prompt, form, scheduling)
 
     @overload
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        continuation: str = "", on_prompt: OnPrompt | None = None, stream: Literal[False] = False,
-        **sampling: Unpack[Sampling],
+        continuation: str = "", on_prompt: OnPrompt | None = None, scheduling: Scheduling | None = None,
+        stream: Literal[False] = False, **sampling: Unpack[Sampling],
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        continuation: str = "", on_prompt: OnPrompt | None = None, stream: Literal[True], **sampling: Unpack[Sampling],
+        continuation: str = "", on_prompt: OnPrompt | None = None, scheduling: Scheduling | None = None,
+        stream: Literal[True], **sampling: Unpack[Sampling],
     ) -> Stream: ...  # fmt: skip
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
-        continuation: str = "", on_prompt: OnPrompt | None = None, stream: bool = False, **sampling: Unpack[Sampling],
+        continuation: str = "", on_prompt: OnPrompt | None = None, scheduling: Scheduling | None = None,
+        stream: bool = False, **sampling: Unpack[Sampling],
     ) -> Completion | Stream:  # fmt: skip
         """The assistant's reply to OpenAI-style ``messages``, rendered with the checkpoint's chat template.
 
         It comes in its parts: reasoning, content (``text``), and calls of ``tools``; without ``tools`` what looks like
         a call is content. Stop strings are looked for in the content. ``continuation``: the beginning of the reply,
-        which goes on after it. ``on_prompt`` as in ``stream``.
+        which goes on after it. ``on_prompt`` and ``scheduling`` as in ``stream``.
         """
         tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs, continuation=continuation)
-        request = self.request(tokens, sampling, params, on_prompt, self.reply_form(tokens, tools))
+        request = self.request(tokens, sampling, params, on_prompt, self.reply_form(tokens, tools), scheduling)
         reply = Stream(request)
         if stream:
             return reply
@@ -373,11 +380,11 @@ class Engine:
 
     def _chunks(
         self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], on_prompt: OnPrompt,
-        form: ReplyForm | None, request: Request,
+        form: ReplyForm | None, scheduling: Scheduling, request: Request,
     ) -> ReplyChunks:  # fmt: skip
         limit = params.limit(self.max_context - len(tokens))
         work = partial(self._reply, request, tokens, params, stop_ids, limit, form)
-        yield from self._received(Task(request, tokens, len(tokens) + limit, work), on_prompt)
+        yield from self._received(Task(request, tokens, len(tokens) + limit, work, scheduling), on_prompt)
 
     def _reply(
         self, request: Request, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], limit: int,

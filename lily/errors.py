@@ -60,6 +60,10 @@ class DeviceError(LilyError):
         self.again = again
 
 
+class TimeLimitError(LilyError):
+    """A request was ended at a time that its caller had set: it had not begun by then, or nobody read its reply."""
+
+
 def show(value: object, limit: int = 80) -> str:
     """A value from a file as printable text of bounded length, for use in messages."""
     try:

@@ -15,7 +15,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lily.errors import InvalidRequestError, LilyError, show
-from lily.run.requests import Request
+from lily.run.requests import Request, Scheduling
 from lily.sampling import Sampling, SamplingParams
 from lily.streaming import Completion, ReplyChunks, Stream, StreamChunk, ToolCallDelta
 from lily.text.template import checked_options
@@ -42,21 +42,23 @@ class Session:
 
     def send(
         self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Unpack[Sampling],
+        tools: Sequence[Mapping[str, Any]] | None = None, scheduling: Scheduling | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Completion:  # fmt: skip
         """Adds a user message (or any message) and the reply to it; on an error the conversation is unchanged."""
-        with self.stream(message, params, tools=tools, **sampling) as stream:
+        with self.stream(message, params, tools=tools, scheduling=scheduling, **sampling) as stream:
             return stream.completion()
 
     def stream(
         self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, on_prompt: OnPrompt | None = None,
-        **sampling: Unpack[Sampling],
+        scheduling: Scheduling | None = None, **sampling: Unpack[Sampling],
     ) -> Stream:  # fmt: skip
         """As ``send``, in chunks. A reply that is cancelled stays in the conversation as far as it came.
 
         The turn begins when its first chunk is asked for, and follows the messages that are there then. It is an
-        InvalidRequestError to begin one before the one before it has ended. ``on_prompt`` as in ``Engine.stream``.
+        InvalidRequestError to begin one before the one before it has ended. ``on_prompt`` and ``scheduling`` as in
+        ``Engine.stream``.
         """
         turn = _turn_of(message)
         before = deepcopy(self.messages)
@@ -65,7 +67,7 @@ class Session:
             messages = [*self.messages, turn]
             prompt = self.engine.render_chat(messages, tools=tools, template_kwargs=self.template_kwargs)
             form = self.engine.reply_form(prompt, tools)
-            return self.engine.request(prompt, sampling, params, on_prompt, form)
+            return self.engine.request(prompt, sampling, params, on_prompt, form, scheduling)
 
         checked = request()  # what is wrong with it is said at once
         return Stream(lambda made: self._turn(turn, lambda: (checked if self.messages == before else request())(made)))

@@ -13,16 +13,43 @@ Not handled: which request runs when (scheduler.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import Event, Lock
+from threading import Event, Lock, current_thread, main_thread
 from typing import Any
+
+from lily.errors import InvalidRequestError, show
 
 _SLICE = 0.05  # seconds
 AHEAD = 16  # events that are made before somebody reads them
 
 _END = object()
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """When a request gets its turn, and how long one waits for it and for its reader. InvalidRequestError: see below.
+
+    priority: of requests that wait those with the lowest number come first, as in vLLM; a whole number. deadline:
+    seconds, from when the request is made, within which the first chunk of its prompt must begin: if it does not, no
+    work is done for it. reader_timeout: seconds for which its reply may lie unread before it is ended. Of both None is
+    no limit; either ends with a TimeLimitError.
+    """
+
+    priority: int = 0
+    deadline: float | None = None
+    reader_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int:
+            raise InvalidRequestError(f"priority is {show(self.priority)}; allowed: a whole number")
+        for name in ("deadline", "reader_timeout"):
+            value = getattr(self, name)
+            if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+                raise InvalidRequestError(f"{name} is {show(value)}; allowed: a number of seconds above 0, or None")
 
 
 class Request:
@@ -60,6 +87,16 @@ class Request:
         self._paused = True
         return self._put - self._taken >= AHEAD  # it may have read on meanwhile, and seen nothing of the pause
 
+    @property
+    def unread(self) -> bool:
+        """Whether something lies there for its reader."""
+        return self._put > self._taken
+
+    @property
+    def taken(self) -> int:
+        """How many events its reader has taken."""
+        return self._taken
+
     # ---- the caller's side
     @property
     def idle(self) -> bool:
@@ -85,10 +122,11 @@ class Request:
         return event
 
     def _wait(self) -> Any:
-        """In slices: a signal that another thread received is seen between them."""
+        """The main thread waits in slices: a signal that another thread received is handled between them."""
+        timeout = _SLICE if current_thread() is main_thread() else None
         while True:
             with suppress(Empty):
-                return self._events.get(timeout=_SLICE)
+                return self._events.get(timeout=timeout)
 
     def cancel(self) -> None:
         """Nobody wants the rest: it ends at the next token, or chunk of the prompt, and does nothing if it waits."""

@@ -3,9 +3,12 @@
 
 A request is a generator that does a unit of work each time it is resumed, a chunk of its prompt or a step of its reply,
 and says how much of the prompt is left. Chunks and slices of replies take turns: between two chunks every reply that
-somebody reads goes on for SLICE_TOKENS tokens or SLICE_SECONDS, whichever comes first. Of the prompts the one with
-few rows left comes first, but never twice in a row before one that has waited longer. So a request waits for its first
-chunk at most for the chunk that runs, one chunk of another prompt, and a slice of each reply.
+somebody reads goes on for SLICE_TOKENS tokens or SLICE_SECONDS, whichever comes first. Of the prompts those of the
+lowest priority come first, and of these one with few rows left, but never twice in a row before one that has waited
+longer. So a request waits for its first chunk at most for the chunk that runs, one chunk of another prompt, and a slice
+of each reply.
+Nobody starves: after PASSED turns of more urgent requests it is the turn of the first one that they passed. That holds
+for sequences and for chunks; every reply gets its slices, whatever its priority. Who runs gives its sequence to nobody.
 Not handled: what a request does (engine.py), which sequence it gets (residents.py), several rows in one step.
 """
 
@@ -18,18 +21,19 @@ import time
 from collections import abc
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
-from lily.errors import DeviceError, InvalidRequestError, LilyError
-from lily.run.requests import Request
+from lily.errors import DeviceError, InvalidRequestError, LilyError, TimeLimitError
+from lily.run.requests import Request, Scheduling
 from lily.run.residents import Resident, Residents
 from lily.run.sequence import Sequence
 
 SLICE_TOKENS = 32
 SLICE_SECONDS = 0.25
 SHORT = 512  # rows: prompts with no more left come first
+PASSED = 8  # turns that more urgent requests have before the one that has waited longest
 
 Work = Generator[int, None, None]
 """Does a unit of work whenever it is resumed; yields how many tokens of the prompt are left to be run."""
@@ -43,17 +47,24 @@ class Task:
     tokens: abc.Sequence[int]
     reserve: int
     start: Callable[[Sequence], Work]
+    scheduling: Scheduling = field(default_factory=Scheduling)
     resident: Resident | None = None
     work: Work | None = None
     left: int = 0  # tokens of the prompt; 0: the reply has begun
-    passed: bool = False  # a shorter prompt that came later was run before it
+    passed: int = 0  # turns that others had before it, since its own last one
+    begun: bool = False  # a chunk of the prompt was run
+    due: float | None = None  # when it is ended: by its deadline, then by the patience with its reader
+    taken: int = 0  # what its reader had taken when ``due`` was set
 
 
 class Scheduler:
     """Runs tasks in a thread of its own until it is closed; ``release`` is called by that thread in the end."""
 
-    def __init__(self, residents: Residents, *, abandon: Callable[[Sequence], object], release: Callable[[], object]):
-        self._residents, self._abandon, self._release = residents, abandon, release
+    def __init__(
+        self, residents: Residents, *, abandon: Callable[[Sequence], object], release: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._residents, self._abandon, self._release, self._clock = residents, abandon, release, clock
         self._process = os.getpid()
         self._news: SimpleQueue[Task | None] = SimpleQueue()  # None: something has changed
         self._waiting: list[Task] = []  # in the order in which they came
@@ -63,13 +74,15 @@ class Scheduler:
         self.failure: BaseException | None = None
         """What has ended the thread before it was closed."""
         self._thread = threading.Thread(target=self._run, name="lily engine", daemon=True)
-        _open.add(self)
         self._thread.start()
+        _open.add(self)
 
     # ---- any thread
     def submit(self, task: Task) -> None:
         """Has ``task`` done; what comes of it goes through its request. DeviceError in a process that was forked."""
         self._check_process()
+        if task.scheduling.deadline is not None:
+            task.due = self._clock() + task.scheduling.deadline
         task.request.wake = self.wake
         task.request.over.clear()
         self._news.put(task)
@@ -105,6 +118,7 @@ class Scheduler:
             while self._running or self._waiting or not self._closing:
                 self._hear(wait=not self._work_left())
                 self._drop_cancelled()
+                self._drop_overdue()
                 self._admit()
                 self._chunk()
                 self._slices()
@@ -134,9 +148,11 @@ class Scheduler:
         return bool(self._waiting and self._can_admit) or any(not _paused(task) for task in self._running)
 
     def _hear(self, *, wait: bool) -> None:
-        """Takes in what has come; ``wait`` for it if there is nothing else to do."""
+        """Takes in what has come; ``wait`` for it if there is nothing else to do, or until a request is overdue."""
         if wait:
-            self._hear_one(self._news.get())
+            times = [task.due for task in (*self._waiting, *self._running) if task.due is not None]
+            with suppress(Empty):
+                self._hear_one(self._news.get(timeout=max(0.0, min(times) - self._clock()) if times else None))
         while not self._news.empty():
             self._hear_one(self._news.get())
 
@@ -155,10 +171,19 @@ class Scheduler:
                 task.request.cancelled = True
                 self._end(task)
 
+    def _drop_overdue(self) -> None:
+        """Ends what has not begun by its deadline, and what its reader has left unread for too long."""
+        now = self._clock()
+        for task in [*self._waiting, *self._running]:
+            if task.begun:
+                _watch_reader(task, now)
+            if task.due is not None and now >= task.due:
+                self._end(task, _overdue(task))
+
     def _admit(self) -> None:
         """Gives waiting requests their sequences, in their order: who is first is not overtaken by smaller ones."""
         while self._waiting:
-            task = self._waiting[0]
+            task = _foremost(self._waiting)
             try:
                 task.resident = self._residents.take(task.tokens, task.reserve)
             except BaseException as error:
@@ -168,6 +193,7 @@ class Scheduler:
                 self._hurry()
                 self._can_admit = False
                 return
+            _has_its_turn(task, task, self._waiting)
             self._waiting.remove(task)
             self._running.append(task)
             task.work = task.start(task.resident.sequence)
@@ -183,10 +209,13 @@ class Scheduler:
         prompts = [task for task in self._running if task.left]
         if not prompts:
             return
-        first = prompts[0]
-        short = next((task for task in prompts if task.left <= SHORT), first)
+        first = _foremost(prompts)
+        equals = [task for task in prompts if task.scheduling.priority == first.scheduling.priority]
+        short = next((task for task in equals if task.left <= SHORT), first)
         chosen = first if first.passed else short
-        first.passed = chosen is not first
+        _has_its_turn(chosen, first, prompts)
+        if not chosen.begun:
+            chosen.begun, chosen.due = True, None
         self._advance(chosen)
 
     def _slices(self) -> None:
@@ -247,6 +276,42 @@ def _close_all() -> None:
     """At the end of the program, while its threads can still be waited for."""
     for scheduler in list(_open):
         scheduler.close(at_once=True)
+
+
+def _foremost(tasks: list[Task]) -> Task:
+    """Of tasks in the order in which they came: who was passed too often, or the first of the lowest priority."""
+    starved = next((task for task in tasks if task.passed >= PASSED), None)
+    return starved or min(tasks, key=lambda task: task.scheduling.priority)
+
+
+def _has_its_turn(chosen: Task, first: Task, tasks: list[Task]) -> None:
+    """``first`` would have been the next one. Counts the turn for it, and for all that are less urgent."""
+    starved = first.passed >= PASSED
+    for task in tasks:
+        less_urgent = task.scheduling.priority > chosen.scheduling.priority
+        task.passed = 0 if starved else task.passed + (less_urgent or task is first)
+    chosen.passed = 0
+
+
+def _watch_reader(task: Task, now: float) -> None:
+    """Its time runs while something lies unread, and begins again when its reader takes anything."""
+    timeout, request = task.scheduling.reader_timeout, task.request
+    if timeout is None or not request.unread:
+        task.due = None
+    elif task.due is None or task.taken != request.taken:
+        task.due, task.taken = now + timeout, request.taken
+
+
+def _overdue(task: Task) -> TimeLimitError:
+    if task.begun:
+        return TimeLimitError(
+            f"the reply lay unread for {task.scheduling.reader_timeout:g} s and was ended; read on sooner, or give it "
+            "a larger reader_timeout"
+        )
+    return TimeLimitError(
+        f"the request did not begin within {task.scheduling.deadline:g} s, its deadline, and nothing was done for it; "
+        "other requests have the engine: make it again later, or give it a later deadline"
+    )
 
 
 def _paused(task: Task) -> bool:

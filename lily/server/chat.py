@@ -22,6 +22,7 @@ from lily.server.requests import (
     Request,
     continued,
     read_number_of_replies,
+    read_priority,
     read_sampling,
     read_streaming,
     template_options,
@@ -52,6 +53,7 @@ def read_chat(body: Mapping[str, Any], model: Model) -> Request:
     return Request(
         sampling, stream, with_usage, messages=messages, begun=begun, tools=tools,
         template_kwargs=template_options(fields, model, tools=tools is not None, thinking=thinking),
+        priority=read_priority(fields),
     )  # fmt: skip
 
 

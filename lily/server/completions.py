@@ -17,6 +17,7 @@ from lily.server.requests import (
     Model,
     Request,
     read_number_of_replies,
+    read_priority,
     read_sampling,
     read_streaming,
     top_logprobs,
@@ -40,7 +41,8 @@ def read_completion(body: Mapping[str, Any], model: Model) -> Request:
     logprobs = top_logprobs(fields, "logprobs")
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    return Request(sampling, stream, with_usage, prompt=prompt, prompt_field="prompt")
+    priority = read_priority(fields)
+    return Request(sampling, stream, with_usage, prompt=prompt, prompt_field="prompt", priority=priority)
 
 
 def _prompt(fields: Fields) -> str | list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS
+from lily.run.requests import Scheduling
 from lily.server.errors import wrong
 from lily.server.fields import Fields
 from lily.text.demands import NONE, Demands
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lily.streaming import Stream
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_PRIORITY = 1 << 31
+
 _SAME_NAMES = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "stop", "stop_token_ids",
@@ -52,13 +55,15 @@ class Request:
     """What is asked of the engine, and how the answer is to be given.
 
     prompt: text or token ids, of a request that is no chat. begun: the assistant's message that is to be continued, if
-    the chat ends with one. usage: whether the stream ends with a chunk that has the counts. demands: on a chat's reply.
-    prompt_field: the field that holds the prompt. echo: what the response repeats of the request.
+    the chat ends with one. usage: whether the stream ends with a chunk that has the counts. priority: of requests that
+    wait those with the lowest come first. demands: on a chat's reply. prompt_field: the field that holds the prompt.
+    echo: what the response repeats of the request.
     """
 
     sampling: Mapping[str, Any]
     stream: bool = False
     usage: bool = False
+    priority: int = 0
     prompt: str | list[int] | None = None
     messages: Sequence[Message] = ()
     begun: Message | None = None
@@ -102,6 +107,11 @@ def read_streaming(fields: Fields) -> tuple[bool, bool]:
     options = Fields(fields.mapping("stream_options") or {}, fields.name("stream_options"))
     usage = options.flag("include_usage")
     return fields.flag("stream"), usage
+
+
+def read_priority(fields: Fields) -> int:
+    """Requests with a lower number come first, as with vLLM."""
+    return fields.whole("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
 
 
 def read_number_of_replies(fields: Fields, *names: str) -> None:
@@ -155,11 +165,12 @@ def top_logprobs(fields: Fields, name: str) -> int | None:
 
 def open_stream(engine: Engine, request: Request, on_prompt: OnPrompt) -> Stream:
     """Asks the engine, which checks the rest of the request. Raises what ``Engine.stream`` raises."""
+    scheduling = Scheduling(priority=request.priority)
     if request.prompt is not None:
-        return engine.stream(request.prompt, on_prompt=on_prompt, **request.sampling)
+        return engine.stream(request.prompt, on_prompt=on_prompt, scheduling=scheduling, **request.sampling)
     return engine.chat(
         request.messages, tools=request.tools, template_kwargs=request.template_kwargs, stream=True,
-        on_prompt=on_prompt, continuation=continuation(engine, request), **request.sampling,
+        on_prompt=on_prompt, scheduling=scheduling, continuation=continuation(engine, request), **request.sampling,
     )  # fmt: skip
 
 

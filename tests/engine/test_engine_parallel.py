@@ -12,17 +12,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count as counter
 from typing import Any
+from unittest import mock
 
 import pytest
 from engine_device import Target, cpu_only
-from engine_harness import TINY, open_engine, policy
+from engine_harness import TINY, device_buffers, open_engine, policy
 from models import tiny_model
 from waiting import PATIENCE
 
 from lily.engine import MESSAGE_START, Completion, Engine
-from lily.errors import DeviceError, InvalidRequestError
+from lily.errors import DeviceError, InvalidRequestError, TimeLimitError
 from lily.run.reply import Reply
+from lily.run.requests import Scheduling
 
 HOW: dict[str, Any] = {"seed": 7, "ignore_eos": True, "logprobs": 2}
 SMALL: dict[str, Any] = {"chunks": ((0, 16),), "buckets": (8, 16), "kv_step": 32}  # edges that short prompts cross
@@ -85,6 +88,44 @@ def test_tasks_of_an_event_loop_use_one_engine(several, cold, device):
         return await asyncio.gather(*ask)
 
     assert all(same(got, cold(prompt(n), count)) for n, got in enumerate(asyncio.run(ask_all())))
+
+
+def test_streams_of_an_event_loop_change_their_thread_with_every_chunk(several, cold, device):
+    """As ``run_in_executor`` has it, with fewer threads than streams."""
+    count = device.pick(20, 4)
+
+    async def read(number: int, pool: ThreadPoolExecutor) -> Completion:
+        loop = asyncio.get_running_loop()
+        stream = several.stream(prompt(number), max_tokens=count, **HOW)
+        while (chunk := await loop.run_in_executor(pool, next, stream, None)).completion is None:
+            pass
+        return chunk.completion
+
+    async def read_all() -> list[Completion]:
+        with ThreadPoolExecutor(2) as pool:
+            return await asyncio.gather(*(read(n, pool) for n in range(4)))
+
+    assert all(same(got, cold(prompt(n), count)) for n, got in enumerate(asyncio.run(read_all())))
+
+
+def test_priority_and_deadline_of_a_call_reach_the_scheduler(several, cold, device):
+    submit, seen = several._scheduler.submit, []
+
+    with mock.patch.object(several._scheduler, "submit", lambda task: (seen.append(task.scheduling), submit(task))):
+        scheduling = Scheduling(priority=-3, deadline=PATIENCE, reader_timeout=PATIENCE)
+        session = several.session(template_kwargs={"enable_thinking": False})
+        several.generate(prompt(1), max_tokens=1, scheduling=scheduling, **HOW)
+        several.chat([{"role": "user", "content": "a"}], max_tokens=1, scheduling=scheduling)
+        session.send("a", max_tokens=1, scheduling=scheduling)
+        several.generate(prompt(1), max_tokens=1, **HOW)
+    assert seen == [scheduling] * 3 + [Scheduling()]
+
+
+def test_a_call_that_does_not_begin_in_time_raises(several, device, monkeypatch):
+    monkeypatch.setattr(several._scheduler, "_clock", counter().__next__)  # a second passes whenever it is looked at
+    several._scheduler.wake()
+    with pytest.raises(TimeLimitError, match=r"did not begin within 0\.5 s"):
+        several.generate(prompt(1), max_tokens=1, scheduling=Scheduling(deadline=0.5))
 
 
 def test_another_conversation_in_between_loses_nothing(several, cold, device):
@@ -194,6 +235,19 @@ engine = lily.Engine(sys.argv[1], device="cpu", threads=1)
 stream = engine.stream([1, 2, 3], max_tokens=1000, ignore_eos=True)
 print(next(stream).token_ids != [])
 """
+EXIT_OF_READERS = """
+import sys, threading, lily
+engine = lily.Engine(sys.argv[1], device="cpu", threads=1, sequences=2)
+begun = threading.Event()
+def read(count):
+    for chunk in engine.stream([1, 2, 3], max_tokens=count, ignore_eos=True, seed=1):
+        begun.set()
+    if chunk.completion:
+        print(chunk.completion.completion_tokens)
+threading.Thread(target=read, args=(4000,), daemon=True).start()
+begun.wait()
+threading.Thread(target=read, args=(20,)).start()
+"""
 
 
 def python(code: str) -> tuple[int, list[str]]:
@@ -209,6 +263,31 @@ def test_a_forked_process_is_told_to_open_an_engine_of_its_own(device):
     assert len(lines) == 3
     assert all(line.endswith("which forked; open an engine in this process") for line in lines[:2])
     assert lines[2] == "99 2"
+
+
+@cpu_only("what a process may do is the same on every device")
+def test_a_program_ends_while_daemons_read_and_waits_for_other_threads(device):
+    """What a daemon reads is given up, or has come to its end by then."""
+    status, lines = python(EXIT_OF_READERS)
+    assert status == 0, lines
+    assert "20" in lines
+    assert set(lines) <= {"20", "4000"}
+
+
+@cpu_only("what a process may do is the same on every device")
+def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_device(device, monkeypatch):
+    start = threading.Thread.start
+
+    def no_more(thread: threading.Thread) -> None:
+        if thread.name == "lily engine":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    with device_buffers() as made, pytest.raises(RuntimeError, match="can't start new thread"):
+        open_engine(TINY)
+    assert made
+    assert not any(buffer.handle for buffer in made)
 
 
 @cpu_only("what a process may do is the same on every device")

@@ -6,6 +6,9 @@ Not handled: what requests do (test_engine_parallel.py).
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -15,9 +18,9 @@ from typing import Any
 import pytest
 from waiting import PATIENCE, until
 
-from lily.errors import DeviceError, InvalidRequestError
-from lily.run.requests import AHEAD, Request
-from lily.run.scheduler import SHORT, SLICE_TOKENS, Scheduler, Task
+from lily.errors import DeviceError, InvalidRequestError, TimeLimitError
+from lily.run.requests import AHEAD, Request, Scheduling
+from lily.run.scheduler import PASSED, SHORT, SLICE_TOKENS, Scheduler, Task
 
 Log = list[tuple[str, str]]
 
@@ -46,16 +49,19 @@ class Bench:
         self.log: Log = []
         self.places = Places(places)
         self.released = Event()
-        self._gate = Event()
+        self.now = 0.0  # what the scheduler takes for the time, in seconds
+        self._held_up, self._gate = Event(), Event()
         self.scheduler = Scheduler(
             self.places,  # type: ignore[arg-type]
-            abandon=self.places.abandoned.append, release=self.released.set,
+            abandon=self.places.abandoned.append, release=self.released.set, clock=lambda: self.now,
         )  # fmt: skip
         held = Request()
         self.scheduler.submit(Task(held, (), 0, lambda sequence: self._held()))
         self._held_request = held
+        assert self._held_up.wait(PATIENCE)
 
     def _held(self) -> Generator[int, None, None]:
+        self._held_up.set()
         self._gate.wait(PATIENCE)
         return
         yield
@@ -64,7 +70,9 @@ class Bench:
         self._gate.set()
         assert self._held_request.over.wait(PATIENCE)
 
-    def add(self, name: str, chunks: int = 1, rows: int = 8, steps: int = 0, unread: bool = False) -> Request:
+    def add(
+        self, name: str, chunks: int = 1, rows: int = 8, steps: int = 0, unread: bool = False, **scheduling: Any
+    ) -> Request:
         """A request of a prompt in so many chunks and a reply in so many steps, read at once unless ``unread``."""
         request = Request()
         request.hurried = not unread
@@ -78,8 +86,13 @@ class Bench:
                 self.log.append((name, "step"))
                 request.put(step)
 
-        self.scheduler.submit(Task(request, (), 0, work))
+        self.scheduler.submit(Task(request, (), 0, work, Scheduling(**scheduling)))
         return request
+
+    def rounds(self, count: int = 2) -> None:
+        """Lets the scheduler look at everything again."""
+        for _ in range(count):
+            finished(self.add("round", chunks=0))
 
     def names(self, kind: str = "chunk") -> list[str]:
         return [name for name, what in self.log if what == kind]
@@ -129,6 +142,155 @@ def test_a_prompt_whose_rest_is_short_counts_as_short(bench: Bench) -> None:
     bench.go()
     finished(*requests)
     assert bench.names() == ["a", "a", "a", "b", "b"]
+
+
+def test_urgent_prompts_come_first_and_pass_another_one_eight_times(bench: Bench) -> None:
+    requests = [bench.add("low", chunks=12, rows=1000, priority=1), bench.add("urgent", chunks=12, rows=1000)]
+    bench.go()
+    finished(*requests)
+    assert PASSED == 8
+    assert bench.names() == ["urgent"] * 8 + ["low"] + ["urgent"] * 4 + ["low"] * 11
+
+
+def test_a_short_prompt_does_not_come_before_one_that_is_more_urgent(bench: Bench) -> None:
+    requests = [bench.add("short", rows=8), bench.add("urgent", chunks=2, rows=1000, priority=-1)]
+    bench.go()
+    finished(*requests)
+    assert bench.names() == ["urgent", "urgent", "short"]
+
+
+def test_urgent_requests_are_admitted_first_and_pass_another_one_eight_times() -> None:
+    bench = Bench(places=1)
+    requests = [bench.add("low", priority=5), bench.add("lower", priority=9)]
+    requests += [bench.add(f"{number}") for number in range(10)]
+    bench.go()
+    finished(*requests)
+    assert bench.names() == [*"01234567", "low", *"89", "lower"]
+    bench.scheduler.close()
+
+
+def test_what_has_not_begun_by_its_deadline_does_nothing_and_says_so(bench: Bench) -> None:
+    late, other = bench.add("late", deadline=5), bench.add("other", deadline=5.5)
+    bench.now = 5.0
+    bench.go()
+    finished(late, other)
+    assert bench.names() == ["other"]
+    with pytest.raises(TimeLimitError, match="did not begin within 5 s, its deadline, and nothing was done"):
+        list(late.events())
+
+
+def test_a_deadline_counts_until_the_first_chunk_and_no_longer(bench: Bench) -> None:
+    """That a request has a sequence already does not count: others may be more urgent."""
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        for left in (2000, 1000):
+            yield left
+            bench.log.append(("long", "chunk"))
+            bench.now += 10
+
+    long = Request()
+    bench.scheduler.submit(Task(long, (), 0, work, Scheduling(deadline=1)))
+    late = bench.add("late", rows=1000, deadline=1)
+    bench.go()
+    finished(long, late)
+    assert bench.names() == ["long", "long"]
+    assert list(long.events()) == []
+    with pytest.raises(TimeLimitError):
+        list(late.events())
+
+
+def test_a_deadline_ends_the_waiting_for_a_place() -> None:
+    """Nothing else happens that would wake the engine's thread."""
+    bench = Bench(places=1)
+    late = bench.add("late", deadline=0.01)
+    bench.scheduler._clock = time.monotonic
+    bench.places.free = 0
+    bench._gate.set()
+    finished(late)
+    assert bench.log == []
+    bench.scheduler.close()
+
+
+def test_a_reply_that_lies_unread_for_too_long_ends_and_says_so(bench: Bench) -> None:
+    slow = bench.add("slow", steps=100, unread=True, reader_timeout=10)
+    bench.go()
+    until(lambda: slow._paused, "the reply is made ahead as far as it may")
+    events = slow.events()
+    for _ in range(3):  # whatever is taken gives it as long again
+        bench.rounds()
+        bench.now += 9
+        bench.rounds()
+        assert not slow.over.is_set()
+        next(events)
+    bench.rounds()
+    bench.now += 10
+    bench.scheduler.wake()
+    finished(slow)
+    assert [next(events) for _ in range(AHEAD)] == list(range(3, AHEAD + 3))
+    with pytest.raises(TimeLimitError, match="lay unread for 10 s and was ended"):
+        next(events)
+    assert len(bench.names("step")) == AHEAD + 3
+
+
+def test_a_reader_that_waits_for_the_engine_is_not_hurried(bench: Bench) -> None:
+    request = Request()
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        yield 8
+        for step in range(3):
+            yield 0
+            bench.now += 100
+            bench.log.append(("slow", "step"))
+            request.put(step)
+            until(lambda: not request.unread, "the reader takes it")
+            bench.scheduler.wake()  # the thread looks at the time between two steps
+
+    bench.scheduler.submit(Task(request, (), 0, work, Scheduling(reader_timeout=1)))
+    bench.go()
+    assert list(request.events()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("priority", 1.5), ("priority", True), ("deadline", 0), ("deadline", "5"), ("reader_timeout", float("nan"))],
+)
+def test_what_a_request_asks_of_the_scheduler_is_checked(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is .*; allowed: a (whole )?number"):
+        Scheduling(**{name: value})
+
+
+def test_ctrl_c_ends_the_waiting_for_a_place_and_no_work_is_done(bench: Bench) -> None:
+    request, other = bench.add("waiting", steps=3), bench.add("other", steps=3)
+
+    def interrupt() -> None:
+        until(request.reading.locked, "it waits")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt), request.reading:
+            list(request.events())
+    request.cancel()  # as the engine does for whoever leaves
+    bench.go()
+    finished(request, other)
+    assert set(bench.names("step")) == {"other"}
+
+
+def test_only_the_main_thread_looks_up_from_its_waiting() -> None:
+    """Where signals are handled; all others sleep until there is something."""
+    timeouts: list[float | None] = []
+
+    class Events:
+        def get(self, timeout: float | None) -> Any:
+            timeouts.append(timeout)
+            return "event"
+
+    request = Request()
+    request._events = Events()  # type: ignore[assignment]
+    next(request.events())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(next, request.events()).result()
+    assert timeouts == [0.05, None]
 
 
 def test_a_request_that_is_cancelled_while_it_waits_does_nothing(bench: Bench) -> None:

@@ -163,7 +163,7 @@ def test_null_is_the_same_as_nothing_and_unknown_fields_are_ignored() -> None:
     names = (
         "max_tokens", "max_completion_tokens", "stream", "stream_options", "stop", "temperature", "top_p", "logit_bias",
         "seed", "logprobs", "top_logprobs", "n", "tools", "tool_choice", "parallel_tool_calls", "response_format",
-        "chat_template_kwargs", "reasoning_effort",
+        "chat_template_kwargs", "reasoning_effort", "priority",
     )  # fmt: skip
     plain = read_chat({"messages": HI}, MODEL)
     assert read_chat({"messages": HI, **dict.fromkeys(names)}, MODEL) == plain

@@ -84,6 +84,8 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ({"priority": "high"}, "priority"),
+    ({"priority": 1 << 40}, "priority"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids"),
 ]  # fmt: skip
@@ -102,6 +104,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "logprobs": True}, "logprobs"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "priority": 0.5}, "priority"),
 ]
 WRONG_TOKENS: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {}, "content"),

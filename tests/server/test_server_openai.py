@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
@@ -125,6 +126,15 @@ def test_fields_that_the_client_does_not_know_reach_the_sampler_too(server: Runn
     got = ask(server, temperature=1.0, max_tokens=None, extra_body={**how, "max_completion_tokens": 30})
     assert got.choices[0].message.content == of_engine(engine, temperature=1.0, **{**how, "max_tokens": 30}).text
     assert got.usage.completion_tokens == 30
+
+
+def test_the_priority_reaches_the_engine_s_thread(server: Running, engine: Engine) -> None:
+    submit, seen = engine._scheduler.submit, []
+    with mock.patch.object(engine._scheduler, "submit", lambda task: (seen.append(task.scheduling), submit(task))):
+        ask(server, max_tokens=1, extra_body={"priority": -7})
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": 7})
+        ask(server, max_tokens=1)
+    assert [scheduling.priority for scheduling in seen] == [-7, 7, 0]
 
 
 def test_a_seed_repeats_a_reply_and_none_does_not(server: Running) -> None:
