@@ -126,7 +126,7 @@ class Scheduler:
             self.failure = error
         finally:
             self._ended = True
-            for task in [*self._running, *self._waiting]:
+            for task in self._tasks:
                 task.request.finish(self._refusal())
             self._refuse_rest()
             self._release()
@@ -144,13 +144,17 @@ class Scheduler:
                 if task is not None:
                     task.request.finish(self._refusal())
 
+    @property
+    def _tasks(self) -> list[Task]:
+        return [*self._waiting, *self._running]
+
     def _work_left(self) -> bool:
         return bool(self._waiting and self._can_admit) or any(not _paused(task) for task in self._running)
 
     def _hear(self, *, wait: bool) -> None:
         """Takes in what has come; ``wait`` for it if there is nothing else to do, or until a request is overdue."""
         if wait:
-            times = [task.due for task in (*self._waiting, *self._running) if task.due is not None]
+            times = [task.due for task in self._tasks if task.due is not None]
             with suppress(Empty):
                 self._hear_one(self._news.get(timeout=max(0.0, min(times) - self._clock()) if times else None))
         while not self._news.empty():
@@ -164,7 +168,7 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         if self._closing:
             self._hurry()  # whoever closes the engine may be the one who does not read
-        for task in [*self._waiting, *self._running]:
+        for task in self._tasks:
             if self._closing and task.resident is None:
                 self._end(task, self._refusal())
             elif task.request.cancelled or self._at_once or (self._closing and task.request.idle):
@@ -174,7 +178,7 @@ class Scheduler:
     def _drop_overdue(self) -> None:
         """Ends what has not begun by its deadline, and what its reader has left unread for too long."""
         now = self._clock()
-        for task in [*self._waiting, *self._running]:
+        for task in self._tasks:
             if task.begun:
                 _watch_reader(task, now)
             if task.due is not None and now >= task.due:
