@@ -20,7 +20,16 @@ from lily.server.counts import Head
 from lily.server.errors import RequestError, wrong
 from lily.server.fields import Fields
 from lily.server.replies import Progress, Reply
-from lily.server.requests import Model, Request, check_demands, continued, limit, read_sampling, template_options
+from lily.server.requests import (
+    Model,
+    Request,
+    check_demands,
+    continued,
+    limit,
+    read_priority,
+    read_sampling,
+    template_options,
+)
 from lily.streaming import Completion, StreamChunk
 from lily.text.demands import Demands
 from lily.text.template import Message
@@ -55,6 +64,7 @@ def _read(fields: Fields, model: Model) -> Request:
     return Request(
         _sampling(fields, model), fields.flag("stream"), messages=messages, begun=begun, tools=tools, demands=demands,
         template_kwargs=template_options(fields, model, tools=tools is not None, thinking=thinking),
+        priority=read_priority(fields),
     )  # fmt: skip
 
 

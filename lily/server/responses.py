@@ -26,6 +26,7 @@ from lily.server.requests import (
     check_demands,
     continued,
     limit,
+    read_priority,
     read_sampling,
     template_options,
     top_logprobs,
@@ -64,7 +65,7 @@ def read_responses(body: Mapping[str, Any], model: Model) -> Request:
     return Request(
         _sampling(fields, model), fields.flag("stream"), messages=messages, begun=begun, tools=tools, demands=demands,
         template_kwargs=template_options(fields, model, tools=tools is not None, thinking=thinks(effort)),
-        prompt_field="input", echo=_echo(fields),
+        prompt_field="input", echo=_echo(fields), priority=read_priority(fields),
     )  # fmt: skip
 
 

@@ -183,18 +183,19 @@ def test_a_deadline_counts_until_the_first_chunk_and_no_longer(bench: Bench) -> 
     """That a request has a sequence already does not count: others may be more urgent."""
 
     def work(sequence: object) -> Generator[int, None, None]:
+        long.put("progress")
         for left in (2000, 1000):
             yield left
             bench.log.append(("long", "chunk"))
             bench.now += 10
 
     long = Request()
-    bench.scheduler.submit(Task(long, (), 0, work, Scheduling(deadline=1)))
+    bench.scheduler.submit(Task(long, (), 0, work, Scheduling(deadline=1, reader_timeout=1000)))
     late = bench.add("late", rows=1000, deadline=1)
     bench.go()
     finished(long, late)
     assert bench.names() == ["long", "long"]
-    assert list(long.events()) == []
+    assert list(long.events()) == ["progress"]
     with pytest.raises(TimeLimitError):
         list(late.events())
 
