@@ -411,17 +411,18 @@ class Engine:
         try:
             request.put(_Progress(total, total))
             while (token := reply.next()) is not None:
-                reply_chunk = text.push(token, last=len(text.token_ids) + 1 == limit)
-                if reply_chunk.completion is not None:
+                first = not text.token_ids
+                if text.push(token, last=len(text.token_ids) + 1 == limit):
                     break
                 if not request.whole:
-                    request.put(reply_chunk)
-                yield 0
+                    request.put(text.chunk(), more=not first)
+                if request.turn_over():
+                    yield 0
             else:
                 return
         finally:
             reply.stop()
-        request.put(reply_chunk)  # the device has finished before the last one is read
+        request.put(text.chunk())  # the device has finished before the last one is read
 
     def _score(self, request: Request, ids: list[int], top_k: int, sequence: DeviceSequence) -> Work:
         """The engine's work on a text to be scored; each chunk's results are put into ``request``."""

@@ -40,6 +40,8 @@ class ReplyText:
         self._detokenizer = Detokenizer(tokenizer.token_bytes, hidden | stop_ids)
         self._split = _Plain() if form is None else _Chat(tokenizer, form, stop_ids, call_ids(self._seed, prompt))
         self._matcher = StopMatcher(params.stop)
+        self._chunk = _Chunk(self._matcher)  # of the last token
+        self._reason: FinishReason | None = None
         self._texts: list[str] = []
         self._reasonings: list[str] = []
         self._begun = ToolCallDelta(0)  # of the last call: its first delta, and its arguments so far
@@ -49,23 +51,26 @@ class ReplyText:
         self._reasoning_tokens = 0
         self._first_token = 0.0
 
-    def push(self, token: Token, *, last: bool) -> StreamChunk:
-        """Takes one token; returns what may be shown, and the end. last: there is no room for another."""
+    def push(self, token: Token, *, last: bool) -> bool:
+        """Takes one token; whether the reply ends with it. last: there is no room for another."""
         if not self.token_ids:
             self._first_token = time.perf_counter()
         self.token_ids.append(token.id)
-        logprob = None
         if self._logprobs is not None:
-            logprob = [TokenLogprob(token.id, token.logprob or 0.0, token.top)]
-            self._logprobs += logprob
+            self._logprobs.append(TokenLogprob(token.id, token.logprob or 0.0, token.top))
         self._reasoning_tokens += self._split.reasoning
-        chunk = _Chunk(self._matcher)
+        chunk = self._chunk = _Chunk(self._matcher)
         chunk.take(self._split.push(token.id, self._detokenizer.push(token.id)))
-        reason = self._finish(chunk, token.stopped, last)
+        self._reason = self._finish(chunk, token.stopped, last)
         self._keep(chunk)
+        return self._reason is not None
+
+    def chunk(self) -> StreamChunk:
+        """What the token that was pushed last adds: what may be shown, and the end."""
+        chunk, reason = self._chunk, self._reason
         return StreamChunk(
-            chunk.text, [token.id], logprob, reason, self._completion(reason) if reason else None,
-            chunk.reasoning, chunk.deltas,
+            chunk.text, self.token_ids[-1:], self._logprobs and self._logprobs[-1:], reason,
+            self._completion(reason) if reason else None, chunk.reasoning, chunk.deltas,
         )  # fmt: skip
 
     def _finish(self, chunk: _Chunk, stopped: bool, last: bool) -> FinishReason | None:

@@ -6,7 +6,7 @@
     request.finish(error or None)       request.cancel()
 
 Events wait until they are read, a few of them: then the engine leaves the request alone until its reader comes back
-(``pause``), unless others wait for what it holds (``hurried``).
+(``pause``), unless others wait for what it holds (``hurried``). They come in batches (``Outbox``), through a queue.
 What breaks into the caller's thread (Ctrl-C) ends this request and touches nothing else.
 Not handled: which request runs when (scheduler.py).
 """
@@ -22,9 +22,12 @@ from threading import Event, Lock, current_thread, main_thread
 from typing import Any
 
 from lily.errors import InvalidRequestError, show
+from lily.run._schedule import Outbox
 
 _SLICE = 0.05  # seconds
-AHEAD = 16  # events that are made before somebody reads them
+AHEAD = 32  # events that are made before somebody reads them
+BATCH = 16  # events for which a reader is woken, at most
+HOLD = 0.005  # seconds for which an event may wait for others that follow
 
 _END = object()
 
@@ -52,50 +55,30 @@ class Scheduling:
                 raise InvalidRequestError(f"{name} is {show(value)}; allowed: a number of seconds above 0, or None")
 
 
-class Request:
+class Request(Outbox):
     """One request's way back to its caller. ``wake`` is called when the engine may have to look at it again."""
 
-    def __init__(self) -> None:
-        self.cancelled = False
-        self.hurried = False  # others wait for what it holds: it goes on, however much is unread
-        self.whole = False  # only the end is wanted: nobody is woken for every token
+    def __init__(self, *, hold: float = HOLD) -> None:
+        self._batches: SimpleQueue[list[Any]] = SimpleQueue()
+        super().__init__(self._batches.put, ahead=AHEAD, batch=BATCH, hold=hold)
         self.reading = Lock()
         """Held by a thread that waits for what comes next."""
         self.over = Event()
         """Set when the engine has nothing to do with it any more; set from the start until it is submitted."""
         self.over.set()
         self.wake: Callable[[], object] = lambda: None
-        self._events: SimpleQueue[Any] = SimpleQueue()
-        self._put = self._taken = 0
-        self._paused = False
 
     # ---- the engine's side
-    def put(self, event: object) -> None:
-        """Something for the reader."""
-        self._put += 1
-        self._events.put(event)
-
     def finish(self, error: BaseException | None = None) -> None:
         """Nothing more will come; ``error`` is raised where the reader reads on."""
-        self._events.put(_END if error is None else error)
+        self.flush()
+        self._batches.put([_END if error is None else error])
         self.over.set()
-
-    def pause(self) -> bool:
-        """Whether its reader should read first; the engine is woken when all has been read."""
-        if self._put - self._taken < AHEAD or self.hurried:
-            return False
-        self._paused = True
-        return self._put - self._taken >= AHEAD  # it may have read on meanwhile, and seen nothing of the pause
 
     @property
     def unread(self) -> bool:
         """Whether something lies there for its reader."""
-        return self._put > self._taken
-
-    @property
-    def taken(self) -> int:
-        """How many events its reader has taken."""
-        return self._taken
+        return self.made > self.taken
 
     # ---- the caller's side
     @property
@@ -106,27 +89,23 @@ class Request:
     def events(self) -> Iterator[Any]:
         """What comes, until the end; raises what ended it."""
         while True:
-            event = self._next()
-            if event is _END:
-                return
-            if isinstance(event, BaseException):
-                raise event
-            yield event
+            for event in self._wait():
+                if event is _END:
+                    return
+                if isinstance(event, BaseException):
+                    raise event
+                self.taken += 1
+                if self.paused and self.taken == self.made:
+                    self.paused = False
+                    self.wake()
+                yield event
 
-    def _next(self) -> Any:
-        event = self._wait()
-        self._taken += 1
-        if self._paused and self._taken == self._put:
-            self._paused = False
-            self.wake()
-        return event
-
-    def _wait(self) -> Any:
+    def _wait(self) -> list[Any]:
         """The main thread waits in slices: a signal that another thread received is handled between them."""
         timeout = _SLICE if current_thread() is main_thread() else None
         while True:
             with suppress(Empty):
-                return self._events.get(timeout=timeout)
+                return self._batches.get(timeout=timeout)
 
     def cancel(self) -> None:
         """Nobody wants the rest: it ends at the next token, or chunk of the prompt, and does nothing if it waits."""

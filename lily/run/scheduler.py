@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's thread: it owns the device and shares it among requests.
 
-A request is a generator that does a unit of work each time it is resumed, a chunk of its prompt or a step of its reply,
-and says how much of the prompt is left. Chunks and slices of replies take turns: between two chunks every reply that
-somebody reads goes on for SLICE_TOKENS tokens or SLICE_SECONDS, whichever comes first. Of the prompts those of the
-lowest priority come first, and of these one with few rows left, but never twice in a row before one that has waited
-longer. So a request waits for its first chunk at most for the chunk that runs, one chunk of another prompt, and a slice
-of each reply.
+A request is a generator that does a unit of work each time it is resumed, a chunk of its prompt or a slice of its reply
+(``Outbox.turn_over`` says where that ends), and says how much of the prompt is left. Chunks and slices of replies take
+turns: between two chunks every reply that somebody reads goes on for SLICE_TOKENS tokens or SLICE_SECONDS, whichever
+comes first. Of the prompts those of the lowest priority come first, and of these one with few rows left, but never
+twice in a row before one that has waited longer. So a request waits for its first chunk at most for the chunk that
+runs, one chunk of another prompt, and a slice of each reply.
 Nobody starves: after PASSED turns of more urgent requests it is the turn of the first one that they passed. That holds
 for sequences and for chunks; every reply gets its slices, whatever its priority. Who runs gives its sequence to nobody.
 Not handled: what a request does (engine.py), which sequence it gets (residents.py), several rows in one step.
@@ -36,7 +36,10 @@ SHORT = 512  # rows: prompts with no more left come first
 PASSED = 8  # turns that more urgent requests have before the one that has waited longest
 
 Work = Generator[int, None, None]
-"""Does a unit of work whenever it is resumed; yields how many tokens of the prompt are left to be run."""
+"""Does a unit of work whenever it is resumed; yields how many tokens of the prompt are left to be run.
+
+Of a reply it makes tokens until the request's ``turn_over``.
+"""
 
 
 @dataclass(eq=False)
@@ -220,7 +223,7 @@ class Scheduler:
         _has_its_turn(chosen, first, prompts)
         if not chosen.begun:
             chosen.begun, chosen.due = True, None
-        self._advance(chosen)
+        self._turn(chosen, 1)  # after its last chunk the first token
 
     def _slices(self) -> None:
         """Every reply goes on for a slice."""
@@ -228,17 +231,15 @@ class Scheduler:
             self._slice(task)
 
     def _slice(self, task: Task) -> None:
-        end = time.monotonic() + SLICE_SECONDS
-        alone = len(self._running) == 1 and not self._waiting
-        count = 0
-        while task.work is not None and not _paused(task) and not task.request.cancelled:
-            if alone:
-                if not self._news.empty():
-                    return
-            elif count >= SLICE_TOKENS or time.monotonic() > end:
-                return
-            self._advance(task)
-            count += 1
+        if not _paused(task) and not task.request.cancelled:
+            alone = len(self._running) == 1 and not self._waiting
+            self._turn(task, 0 if alone else SLICE_TOKENS)
+
+    def _turn(self, task: Task, tokens: int) -> None:
+        """A unit of ``task``, with so many tokens of its reply; 0: until something has come."""
+        task.request.begin_turn(tokens, SLICE_SECONDS, lambda: not self._news.empty())
+        self._advance(task)
+        task.request.flush()
 
     def _advance(self, task: Task) -> None:
         """One unit of ``task``, or its end."""

@@ -35,6 +35,7 @@ class Relay:
         self._room = threading.Semaphore(room)
         self._patience = patience
         self._lock = threading.Lock()
+        self._handed: list[StreamChunk | Exception | None] = []  # on its way into the event loop
         self._stream: Stream | None = None
         self._over = False
         self.ended: str | None = None
@@ -81,10 +82,20 @@ class Relay:
         return self.ended is None
 
     def _hand_over(self, item: StreamChunk | Exception | None) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nobody will read it
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        with self._lock:
+            self._handed.append(item)
+            called = len(self._handed) > 1
+        if not called:  # the event loop is woken once for all that comes until it looks
+            with suppress(RuntimeError):  # it is closed: nobody will read it
+                self._loop.call_soon_threadsafe(self._take_over)
 
     # ---- in the event loop
+    def _take_over(self) -> None:
+        with self._lock:
+            items, self._handed = self._handed, []
+        for item in items:
+            self._items.put_nowait(item)
+
     async def next(self, timeout: float | None = None) -> StreamChunk | None:
         """The next chunk; None at the end. TimeoutError after ``timeout`` seconds, or what has ended the reply."""
         if self._over:

@@ -38,10 +38,7 @@ class StopMatcher:
         self._first_chars = {stop[0] for stop in self._stops}
         self._held = ""
         self.matched: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        return self.matched is not None
+        self.stopped = False
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may be shown, stopped). After a stop: ("", True)."""
@@ -68,7 +65,7 @@ class StopMatcher:
 
     def _stop(self, shown: str, match: str) -> tuple[str, bool]:
         self._held = ""
-        self.matched = match
+        self.matched, self.stopped = match, True
         return shown, True
 
     def _first_match(self, text: str) -> tuple[int, str | None]:

@@ -164,7 +164,7 @@ def paused(tiny, **how):
     """A stream of which one chunk was read, and that the engine has left alone since then."""
     stream = tiny.stream(IDS, seed=1, ignore_eos=True, **how)
     first = next(stream)
-    until(lambda: stream._request._paused, "the engine pauses a stream that nobody reads")
+    until(lambda: stream._request.paused, "the engine pauses a stream that nobody reads")
     return first, stream
 
 

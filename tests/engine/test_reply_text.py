@@ -76,7 +76,9 @@ def reply(
     ids = [*ids, END] if ended else ids
     for i, id in enumerate(ids):
         token = Token(id, i, id in stop_ids, -0.5, ((id, -0.5),))
-        chunks.append(text.push(token, last=i + 1 == len(ids)))
+        ended_here = text.push(token, last=i + 1 == len(ids))
+        chunks.append(text.chunk())
+        assert ended_here == (chunks[-1].completion is not None)
         if chunks[-1].completion is not None:
             assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
             check_joined(chunks, chunks[-1].completion)

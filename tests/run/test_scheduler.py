@@ -82,9 +82,10 @@ class Bench:
                 yield left * rows
                 self.log.append((name, "chunk"))
             for step in range(steps):
-                yield 0
                 self.log.append((name, "step"))
                 request.put(step)
+                if request.turn_over():
+                    yield 0
 
         self.scheduler.submit(Task(request, (), 0, work, Scheduling(**scheduling)))
         return request
@@ -215,7 +216,7 @@ def test_a_deadline_ends_the_waiting_for_a_place() -> None:
 def test_a_reply_that_lies_unread_for_too_long_ends_and_says_so(bench: Bench) -> None:
     slow = bench.add("slow", steps=100, unread=True, reader_timeout=10)
     bench.go()
-    until(lambda: slow._paused, "the reply is made ahead as far as it may")
+    until(lambda: slow.paused, "the reply is made ahead as far as it may")
     events = slow.events()
     for _ in range(3):  # whatever is taken gives it as long again
         bench.rounds()
@@ -284,10 +285,10 @@ def test_only_the_main_thread_looks_up_from_its_waiting() -> None:
     class Events:
         def get(self, timeout: float | None) -> Any:
             timeouts.append(timeout)
-            return "event"
+            return ["event"]
 
     request = Request()
-    request._events = Events()  # type: ignore[assignment]
+    request._batches = Events()  # type: ignore[assignment]
     next(request.events())
     with ThreadPoolExecutor(1) as pool:
         pool.submit(next, request.events()).result()
