@@ -23,7 +23,7 @@ from lily.device.device import Device
 from lily.device.weights import Weights
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
-from lily.run.runner import Runner
+from lily.run.runner import Runner, whole
 from lily.sampling import SamplingParams
 from lily.server.relay import Relay
 
@@ -53,7 +53,7 @@ def test_host_time_per_token(benchmark, runner):
 
     def start():
         sequence.reset()
-        reply = runner.start(sequence, [1, 2, 3], params, (), STEPS + 1)
+        reply = whole(runner.start(sequence, [1, 2, 3], params, (), STEPS + 1))
         reply.next()
         return (reply,), {}
 
@@ -90,7 +90,7 @@ def pipeline_alone(engine, sequence):
     """Steps without text, request or thread: what the rest is compared with."""
     sequence.reset()
     params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
-    reply = engine._runner.start(sequence, [1, 2, 3], params, (), TOKENS)
+    reply = whole(engine._runner.start(sequence, [1, 2, 3], params, (), TOKENS))
     while reply.next() is not None:
         pass
     reply.stop()

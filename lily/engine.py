@@ -151,8 +151,9 @@ class Engine:
             self._device_info = described(device.info)
             kept = ExitStack()
             self._scheduler = Scheduler(
-                self._residents, abandon=self._runner.abandon, release=partial(_release, kept, device)
-            )
+                self._residents, abandon=self._runner.abandon, release=partial(_release, kept, device),
+                short=self._policy.part_rows,
+            )  # fmt: skip
             kept.push(parts.pop_all())  # there is a thread that will give them back
 
     def __enter__(self) -> Self:
@@ -398,7 +399,7 @@ class Engine:
         request.put(_Progress(cached, total))
         for chunk in chunks:
             yield total - chunk.start
-            runner.prefill(sequence, tokens[chunk.start : chunk.end])
+            yield from runner.prefill(sequence, tokens[chunk.start : chunk.end])
             if chunk.keep:
                 sequence.snapshot()
             request.put(_Progress(chunk.end, total))
@@ -407,7 +408,7 @@ class Engine:
             self.tokenizer, tokens, params, hidden=self.skip_ids(), stop_ids=frozenset(stop_ids), form=form,
             cached=cached, began=began,
         )  # fmt: skip
-        reply = runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
+        reply = yield from runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
         try:
             request.put(_Progress(total, total))
             while (token := reply.next()) is not None:
@@ -431,7 +432,7 @@ class Engine:
         for chunk in cut(ids[:-1], 0, self._policy, self._message_start):
             yield len(ids) - 1 - chunk.start
             targets = ids[chunk.start + 1 : chunk.end + 1]
-            request.put(self._runner.score(sequence, ids[chunk.start : chunk.end], targets, top_k))
+            request.put((yield from self._runner.score(sequence, ids[chunk.start : chunk.end], targets, top_k)))
 
     def skip_ids(self) -> frozenset[int]:
         """Ids without visible text: control tokens, and those that end a reply."""

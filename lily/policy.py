@@ -68,6 +68,7 @@ class Policy:
     attention_queries: int  # rows times query heads of one KV head in a prefill attention tile
     sample_slice: int  # logits one group of the sampler reads
     chunks: tuple[tuple[int, int], ...]  # (position from, rows of a prefill chunk that begins there), ascending
+    part_rows: int  # a bucket; a chunk with more rows goes in parts of about as much work, others run between them
     # Rows run once, before the first larger chunk, to measure the rate by which submissions are cut; 0: never.
     calibration_rows: int
     buckets: tuple[int, ...]  # rows a prefill list is recorded for, ascending
@@ -82,6 +83,10 @@ class Policy:
     def bucket(self, rows: int) -> int:
         """The smallest recorded row count that holds ``rows``."""
         return next(b for b in self.buckets if b >= rows)
+
+    def parts(self, rows: int) -> int:
+        """In how many parts a chunk goes whose list is recorded for ``rows`` rows."""
+        return -(-rows // self.part_rows)
 
     def chunk_edges(self, tokens: int) -> list[int]:
         """Where a prompt of ``tokens`` tokens is cut: a grid of absolute positions, without its start and end.
@@ -178,7 +183,8 @@ POLICIES: dict[str, Policy] = {
         gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=NEVER,
         attention_split=256, attention_splits=NEVER, long_context=NEVER, long_split=256, pack=8,
         gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
-        sample_slice=16384, chunks=((0, 512),), calibration_rows=0, buckets=_BUCKETS, kv_step=1024, score_rows=64,
+        sample_slice=16384, chunks=((0, 512),), part_rows=512, calibration_rows=0, buckets=_BUCKETS, kv_step=1024,
+        score_rows=64,
     ),
     "metal": Policy(
         device="metal", gpu=True, act="bf16", layout="rows", row_block=1, rows_invariant=False,
@@ -186,8 +192,8 @@ POLICIES: dict[str, Policy] = {
         attention_split=128, attention_splits=64, long_context=32768, long_split=512, pack=4,
         gemm_tiles=((0, 16), (17, 32), (256, 64)), moe_tiles=((0, 16), (12, 32), (48, 64)), tile_n=64,
         narrow_tiles=True, attention_queries=32,
-        sample_slice=4096, chunks=((0, 2048), (32768, 1024), (65536, 512)), calibration_rows=256,
-        buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
+        sample_slice=4096, chunks=((0, 2048), (32768, 1024), (65536, 512)), part_rows=512,
+        calibration_rows=256, buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
     ),
 }  # fmt: skip
 

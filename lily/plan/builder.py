@@ -39,6 +39,7 @@ class Builder:
         self._fixed = step_buffers(config, policy, kv_tokens)
         self._same = self._same_everywhere()
         self._prefix = ""
+        self._edges: list[int] = []
 
     def _same_everywhere(self) -> Values:
         """Values that a name has in every row of the kernel table: those of the sequence and of the model."""
@@ -73,6 +74,15 @@ class Builder:
 
     i32 = f32  # of the same width
 
+    def residual(self) -> View:
+        """The residual stream [rows, H], the only activations that one layer leaves to the next.
+
+        Of a chunk that goes in parts it has a buffer of its own: others use the scratch memory between two parts.
+        """
+        if self.policy.parts(self.rows) == 1:
+            return self.act("x", self.rows, self.config.hidden_size)
+        return View("residual", 0, self.rows * self.config.hidden_size * self.act_bytes)
+
     def fixed(self, name: str) -> View:
         """One of the sequence's small buffers (``memory.step_buffers``), whole."""
         return View(name, 0, self._fixed[name])
@@ -96,6 +106,7 @@ class Builder:
     def layer(self, index: int | None) -> None:
         """Labels of what follows begin with the layer; None: it belongs to no layer."""
         self._prefix = "" if index is None else f"layers.{index}."
+        self._edges.append(len(self.dispatches))
 
     def dispatch(
         self, kernel: str, grid: tuple[int, ...], threads: int = 0, *, label: str = "", host: bool = False, **given: Any
@@ -139,7 +150,7 @@ class Builder:
         for d in done:
             for v in d.views:
                 buffers[v.buffer] = max(buffers.get(v.buffer, 0), v.offset + v.nbytes)
-        return Plan(name, done, self._scratch_used, buffers)
+        return Plan(name, done, self._scratch_used, buffers, tuple(self._edges))
 
 
 def _view(buffer: View | Dense | Matrix) -> View:

@@ -18,7 +18,8 @@ from lily.plan.weights_map import BYTES, WeightsMap, align
 from lily.policy import Policy
 
 SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B
-SHARED = ("hidden", "logits", "sampler")  # what nothing outlives a step in, so that all sequences share it
+# What all sequences share: nothing outlives a step in it, or a chunk in the residual stream.
+SHARED = ("hidden", "logits", "sampler", "residual")
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,16 @@ def step_buffers(config: ModelConfig, policy: Policy, kv_tokens: int) -> dict[st
         "counts": config.vocab_size * 4,
         "hidden": config.hidden_size * BYTES[policy.act],
         "logits": config.vocab_size * 4,
+        "residual": _residual_bytes(config, policy),
         "sampler": align(config.vocab_size * 4) + align(groups * 16) + align(groups * 8) + align(groups * 4)
         + align(8) + 2 * align(MAX_TOP_LOGPROBS * 4),
     }  # fmt: skip
+
+
+def _residual_bytes(config: ModelConfig, policy: Policy) -> int:
+    """Of the largest chunk that goes in parts; 0 if none does."""
+    rows = policy.buckets[-1]
+    return rows * config.hidden_size * BYTES[policy.act] if policy.parts(rows) > 1 else 0
 
 
 def sequence_buffers(config: ModelConfig, policy: Policy, kv_tokens: int) -> dict[str, int]:

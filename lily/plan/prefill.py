@@ -30,7 +30,7 @@ def prefill_plan(b: Builder, *, score_top: int | None = None) -> Plan:
     With ``score_top`` every row's log-probability of ``targets`` and its ``score_top`` best ids follow
     (buffers ``score.logprobs``, ``score.ids``, ``score.values``, ``score.flags``).
     """
-    x = b.act("x", b.rows, b.config.hidden_size)  # [M, H], to which every layer adds
+    x = b.residual()  # [M, H], to which every layer adds
     embed(b, x)
     for i, w in enumerate(b.weights.layers):
         b.layer(i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from lily.kernels import Kernel
@@ -106,6 +107,15 @@ class Plan:
     dispatches: tuple[Dispatch, ...]
     scratch_bytes: int
     buffers: dict[str, int] = field(default_factory=dict)  # bytes of each buffer the dispatches name, at least
+    edges: tuple[int, ...] = ()  # dispatches with which a layer begins, and the one after the last layer
+
+    def parts(self, count: int) -> list[Plan]:
+        """The plan in at most ``count`` pieces of whole layers, each to be submitted by itself."""
+        layers = max(1, len(self.edges) - 1)
+        count = min(count, layers)
+        cuts = [0, *(self.edges[layers * k // count] for k in range(1, count)), len(self.dispatches)]
+        pieces = [self.dispatches[start:end] for start, end in pairwise(cuts)]
+        return [replace(self, dispatches=(replace(piece[0], barrier=False), *piece[1:])) for piece in pieces]
 
     def segments(self) -> Iterator[tuple[Plan, Dispatch | None]]:
         """What is submitted at a time, and the host's step after it; a plan without host steps is one segment."""

@@ -35,6 +35,7 @@ class Key(NamedTuple):
     rows: int
     option: int  # how to sample, or how many top ids to score
     kv_tokens: int  # of the KV cache that it covers
+    part: int = 0  # of the parts in which a chunk goes
 
 
 class Recorder:
@@ -57,11 +58,17 @@ class Recorder:
         return sum(b.nbytes for b in self.buffers.values())
 
     # ---- which plan
-    def prefill_key(self, sequence: Sequence, rows: int) -> Key:
-        return Key("prefill", self.policy.bucket(rows), 0, sequence.kv_tokens)
+    def prefill_keys(self, sequence: Sequence, rows: int) -> list[Key]:
+        """The parts of a chunk."""
+        return self._parts(Key("prefill", self.policy.bucket(rows), 0, sequence.kv_tokens))
 
-    def score_key(self, sequence: Sequence, rows: int, top: int) -> Key:
-        return Key("score", self.policy.bucket(rows), top, sequence.kv_tokens)
+    def score_keys(self, sequence: Sequence, rows: int, top: int) -> list[Key]:
+        """The parts of a chunk that is scored."""
+        return self._parts(Key("score", self.policy.bucket(rows), top, sequence.kv_tokens))
+
+    def _parts(self, key: Key) -> list[Key]:
+        parts = min(self.policy.parts(key.rows), self.config.num_layers)
+        return [key._replace(part=part) for part in range(parts)]
 
     def decode_key(self, sequence: Sequence) -> Key:
         """Decodes from here on. How attention is split among groups, and so its bits, follows from what a plan covers.
@@ -103,7 +110,9 @@ class Recorder:
             elif key.kind == "sample":
                 self._plans[key] = sample_plan(b, greedy=key.option == GREEDY, logprobs=key.option == LOGPROBS)
             else:
-                self._plans[key] = prefill_plan(b, score_top=key.option if key.kind == "score" else None)
+                whole = prefill_plan(b, score_top=key.option if key.kind == "score" else None)
+                keys = self._parts(key)
+                self._plans.update(zip(keys, whole.parts(len(keys)), strict=True))
         return self._plans[key]
 
     def _record(self, plan: Plan, sequence: Sequence, slot: int) -> CommandList:

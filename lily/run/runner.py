@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs prompts of sequences, chunk by chunk, and starts their replies.  No text, no policy of requests.
 
-Any number of sequences may take turns; each gives the bits that it would give alone.
+Any number of sequences may take turns; each gives the bits that it would give alone.  A large chunk goes in parts of
+whole layers (``Policy.part_rows``): what runs it is a generator that stops after each part.  Until it goes on steps of
+other sequences may run, and chunks that go in one part, but no other one in parts: there is one residual stream.
 Not handled: several sequences at once.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections import abc
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,12 +21,29 @@ from lily.device.device import Device
 from lily.device.weights import Weights
 from lily.errors import DeviceError
 from lily.policy import Policy
-from lily.run.recorder import Key, Pair, Recorder
+from lily.run.recorder import Key, Recorder
 from lily.run.reply import Reply
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams, fill_request
 
 ATTEMPTS = 3  # at a chunk of the prompt
+
+WITHIN = -1
+"""What a generator yields that stops between two parts of a chunk."""
+
+T = TypeVar("T")
+Parts = abc.Generator[int, None, T]
+"""Runs a chunk; stops between its parts, of which nothing is in flight then. Closing it takes the chunk back."""
+
+
+def whole(parts: Parts[T]) -> T:
+    """Runs a chunk to its end, with nothing in between."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 class Runner:
@@ -58,15 +77,15 @@ class Runner:
         self.recorder.reserve_kv(sequence, tokens)
 
     # ---- chunks
-    def prefill(self, sequence: Sequence, chunk: abc.Sequence[int]) -> None:
+    def prefill(self, sequence: Sequence, chunk: abc.Sequence[int]) -> Parts[None]:
         """Appends ``chunk`` (at most the largest bucket) and waits."""
         self.reserve(sequence, len(sequence.tokens) + len(chunk))
-        self._run(sequence, chunk, self.recorder.prefill_key(sequence, len(chunk)))
+        yield from self._run(sequence, chunk, self.recorder.prefill_keys(sequence, len(chunk)))
 
     def start(
         self, sequence: Sequence, chunk: abc.Sequence[int], params: SamplingParams, stop_ids: abc.Sequence[int],
         limit: int,
-    ) -> Reply:  # fmt: skip
+    ) -> Parts[Reply]:  # fmt: skip
         """Runs the prompt's last ``chunk`` with its sampling; at most ``limit`` tokens will come.
 
         The chunk is waited for: the step after the next one overwrites the slot from which it could be repeated.
@@ -78,33 +97,44 @@ class Runner:
             sequence.array("bias.values", np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
         )  # fmt: skip
         sample = self.recorder.sample_key(sequence, params)
-        ticket = self._run(sequence, chunk, self.recorder.prefill_key(sequence, len(chunk)), sample)
+        ticket = yield from self._run(sequence, chunk, self.recorder.prefill_keys(sequence, len(chunk)), [sample])
         reply = Reply(self.recorder, sequence, sample, limit, logprobs=params.logprobs is not None)
         reply.begin(ticket)
         return reply
 
     def score(
         self, sequence: Sequence, chunk: abc.Sequence[int], targets: abc.Sequence[int], top: int
-    ) -> tuple[Any, Any, Any, Any]:
+    ) -> Parts[tuple[Any, Any, Any, Any]]:
         """Appends ``chunk``: (log-probabilities of ``targets``, best ids [n, top], theirs, flags of bad rows)."""
         n = len(chunk)
         self.reserve(sequence, len(sequence.tokens) + n)
         sizes = {"targets": 1, "logprobs": 1, "flags": 1, "ids": max(top, 4), "values": max(top, 4)}
         for name, width in sizes.items():
             self.recorder.reserve(f"score.{name}", self.policy.buckets[-1] * width * 4)
-        out = {name: self.recorder.buffers[f"score.{name}"] for name in sizes}
         sequence.array("request", structs.REQUEST)["vocab"] = self.vocab
-        out["targets"].array(np.int32)[:n] = targets
-        self._run(sequence, chunk, self.recorder.score_key(sequence, n, top))
+
+        def result(name: str, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+            return self.recorder.buffers[f"score.{name}"].array(dtype)
+
+        def write_targets() -> None:
+            result("targets", np.int32)[:n] = targets
+
+        yield from self._run(sequence, chunk, self.recorder.score_keys(sequence, n, top), before_last=write_targets)
         return (
-            out["logprobs"].array(np.float32)[:n].copy(),
-            out["ids"].array(np.int32)[: n * top].reshape(n, top).copy(),
-            out["values"].array(np.float32)[: n * top].reshape(n, top).copy(),
-            out["flags"].array(np.int32)[:n].copy(),
+            result("logprobs")[:n].copy(),
+            result("ids", np.int32)[: n * top].reshape(n, top).copy(),
+            result("values")[: n * top].reshape(n, top).copy(),
+            result("flags", np.int32)[:n].copy(),
         )
 
-    def _run(self, sequence: Sequence, chunk: abc.Sequence[int], *keys: Key) -> int:
-        """Appends ``chunk`` with these plans and waits; returns its ticket. When that fails the sequence is as before.
+    def _run(
+        self, sequence: Sequence, chunk: abc.Sequence[int], parts: abc.Sequence[Key], after: abc.Sequence[Key] = (),
+        before_last: abc.Callable[[], None] = lambda: None,
+    ) -> Parts[int]:  # fmt: skip
+        """Appends ``chunk`` with the plans of its ``parts``, those ``after`` with the last of them; returns its ticket.
+
+        When that fails the sequence is as before. ``before_last`` writes what only the last part reads, in buffers that
+        sequences share.
 
         Before the first large chunk a part of it runs, from which the device learns how long its work may be at a
         time. What it gives is dropped: chunk edges must follow from the tokens alone (architecture.md, Reuse).
@@ -113,33 +143,52 @@ class Runner:
         if not self._calibrated and len(chunk) > rows:
             self._calibrated = True
             start = len(sequence.tokens)
-            self._attempt(sequence, chunk[:rows], self.recorder.prefill_key(sequence, rows))
+            yield from self._attempt(sequence, chunk[:rows], self.recorder.prefill_keys(sequence, rows))
             sequence.take_back(start)
-        return self._attempt(sequence, chunk, *keys)
+        return (yield from self._attempt(sequence, chunk, parts, after, before_last))
 
-    def _attempt(self, sequence: Sequence, chunk: abc.Sequence[int], *keys: Key) -> int:
-        """Submits ``chunk`` and waits. A submission that the device gave up is made again.
+    def _attempt(
+        self, sequence: Sequence, chunk: abc.Sequence[int], parts: abc.Sequence[Key], after: abc.Sequence[Key] = (),
+        before_last: abc.Callable[[], None] = lambda: None,
+    ) -> Parts[int]:  # fmt: skip
+        """Runs ``chunk`` and waits. One that the device gave up runs again, from its first part on.
 
         macOS stops GPU work that keeps the screen waiting; the device then cuts it into smaller pieces, and the state
-        slot that it reads from is intact.
+        slot that it reads from is intact. The residual stream is not: each layer adds to it.
         """
-        start, lists = len(sequence.tokens), self.recorder.lists(sequence, *keys)
+        start = len(sequence.tokens)
+        self.recorder.lists(sequence, *parts, *after)  # what cannot be had is said before anything runs
         for attempt in range(ATTEMPTS):
             try:
-                ticket = self._submit(sequence, chunk, lists)
-                self.device.wait(ticket)
-                return ticket
+                return (yield from self._submit(sequence, chunk, parts, after, before_last))
             except DeviceError as error:
                 sequence.take_back(start)
                 if not error.again or attempt == ATTEMPTS - 1:
                     raise
+            except GeneratorExit:  # between two parts: nobody wants the chunk any more
+                sequence.take_back(start)
+                raise
         raise AssertionError("unreachable")
 
-    def _submit(self, sequence: Sequence, chunk: abc.Sequence[int], lists: abc.Sequence[Pair]) -> int:
+    def _submit(
+        self, sequence: Sequence, chunk: abc.Sequence[int], parts: abc.Sequence[Key], after: abc.Sequence[Key],
+        before_last: abc.Callable[[], None],
+    ) -> Parts[int]:  # fmt: skip
+        """Submits the parts one by one. Their lists are asked for again each time: others may have had them freed."""
         sequence.write_chunk(chunk)
-        items = [pair[sequence.slot] for pair in lists]
+        slot = sequence.slot
         sequence.append(chunk)
-        return self.device.submit(items)
+        for part in parts[:-1]:
+            self._run_part(sequence, slot, part)
+            yield WITHIN
+        before_last()
+        return self._run_part(sequence, slot, parts[-1], *after)
+
+    def _run_part(self, sequence: Sequence, slot: int, *keys: Key) -> int:
+        """Submits lists that read the state in ``slot``, and waits for them; returns their ticket."""
+        ticket = self.device.submit([pair[slot] for pair in self.recorder.lists(sequence, *keys)])
+        self.device.wait(ticket)
+        return ticket
 
     # ---- the end
     def abandon(self, sequence: Sequence) -> None:

@@ -4,9 +4,11 @@
 A request is a generator that does a unit of work each time it is resumed, a chunk of its prompt or a slice of its reply
 (``Outbox.turn_over`` says where that ends), and says how much of the prompt is left. Chunks and slices of replies take
 turns: between two chunks every reply that somebody reads goes on for SLICE_TOKENS tokens or SLICE_SECONDS, whichever
-comes first. Of the prompts those of the lowest priority come first, and of these one with few rows left, but never
-twice in a row before one that has waited longer. So a request waits for its first chunk at most for the chunk that
-runs, one chunk of another prompt, and a slice of each reply.
+comes first. Of the prompts those of the lowest priority come first, and of these one that is short (512 tokens are
+left, or fewer), but never twice in a row before one that has waited longer. A large chunk goes in parts of as much work
+as 512 rows are; between them the slices go on, and short prompts, but no other large chunk is begun. So a short prompt
+waits for the part that runs and a slice of each reply, and once more so long if another short one ran before that part.
+A long one waits for the chunk that runs, and then in its turn.
 Nobody starves: after PASSED turns of more urgent requests it is the turn of the first one that they passed. That holds
 for sequences and for chunks; every reply gets its slices, whatever its priority. Who runs gives its sequence to nobody.
 Not handled: what a request does (engine.py), which sequence it gets (residents.py), several rows in one step.
@@ -28,17 +30,17 @@ from weakref import WeakSet
 from lily.errors import DeviceError, InvalidRequestError, LilyError, TimeLimitError
 from lily.run.requests import Request, Scheduling
 from lily.run.residents import Resident, Residents
+from lily.run.runner import WITHIN
 from lily.run.sequence import Sequence
 
 SLICE_TOKENS = 32
 SLICE_SECONDS = 0.25
-SHORT = 512  # rows: prompts with no more left come first
 PASSED = 8  # turns that more urgent requests have before the one that has waited longest
 
 Work = Generator[int, None, None]
 """Does a unit of work whenever it is resumed; yields how many tokens of the prompt are left to be run.
 
-Of a reply it makes tokens until the request's ``turn_over``.
+Between two parts of a chunk it yields WITHIN. Of a reply it makes tokens until the request's ``turn_over``.
 """
 
 
@@ -54,6 +56,7 @@ class Task:
     resident: Resident | None = None
     work: Work | None = None
     left: int = 0  # tokens of the prompt; 0: the reply has begun
+    within: bool = False  # a chunk of it has been begun, and goes in parts
     passed: int = 0  # turns that others had before it, since its own last one
     begun: bool = False  # a chunk of the prompt was run
     due: float | None = None  # when it is ended: by its deadline, then by the patience with its reader
@@ -64,10 +67,12 @@ class Scheduler:
     """Runs tasks in a thread of its own until it is closed; ``release`` is called by that thread in the end."""
 
     def __init__(
-        self, residents: Residents, *, abandon: Callable[[Sequence], object], release: Callable[[], object],
+        self, residents: Residents, *, abandon: Callable[[Sequence], object], release: Callable[[], object], short: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        """``short``: tokens of a prompt that goes in one part, if no more of it are left (``Policy.part_rows``)."""
         self._residents, self._abandon, self._release, self._clock = residents, abandon, release, clock
+        self._short = short
         self._process = os.getpid()
         self._news: SimpleQueue[Task | None] = SimpleQueue()  # None: something has changed
         self._waiting: list[Task] = []  # in the order in which they came
@@ -212,13 +217,13 @@ class Scheduler:
             task.request.hurried = True
 
     def _chunk(self) -> None:
-        """Runs one chunk of one prompt."""
+        """Runs a chunk of one prompt, or a part of it. Of chunks that go in parts one is under way at a time."""
         prompts = [task for task in self._running if task.left]
         if not prompts:
             return
-        first = _foremost(prompts)
-        equals = [task for task in prompts if task.scheduling.priority == first.scheduling.priority]
-        short = next((task for task in equals if task.left <= SHORT), first)
+        first = next((task for task in prompts if task.within), None) or _foremost(prompts)
+        as_urgent = [task for task in prompts if task.scheduling.priority <= first.scheduling.priority]
+        short = next((task for task in as_urgent if task.left <= self._short), first)
         chosen = first if first.passed else short
         _has_its_turn(chosen, first, prompts)
         if not chosen.begun:
@@ -245,7 +250,9 @@ class Scheduler:
         """One unit of ``task``, or its end."""
         assert task.work is not None
         try:
-            task.left = next(task.work)
+            left = next(task.work)
+            task.within = left == WITHIN
+            task.left = task.left if task.within else left
         except StopIteration:
             self._end(task)
         except BaseException as error:

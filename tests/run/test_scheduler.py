@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from waiting import PATIENCE, until
 
 from lily.errors import DeviceError, InvalidRequestError, TimeLimitError
 from lily.run.requests import AHEAD, Request, Scheduling
-from lily.run.scheduler import PASSED, SHORT, SLICE_TOKENS, Scheduler, Task
+from lily.run.runner import WITHIN
+from lily.run.scheduler import PASSED, SLICE_TOKENS, Scheduler, Task
 
+SHORT = 512
 Log = list[tuple[str, str]]
 
 
@@ -53,7 +56,7 @@ class Bench:
         self._held_up, self._gate = Event(), Event()
         self.scheduler = Scheduler(
             self.places,  # type: ignore[arg-type]
-            abandon=self.places.abandoned.append, release=self.released.set, clock=lambda: self.now,
+            abandon=self.places.abandoned.append, release=self.released.set, short=SHORT, clock=lambda: self.now,
         )  # fmt: skip
         held = Request()
         self.scheduler.submit(Task(held, (), 0, lambda sequence: self._held()))
@@ -143,6 +146,92 @@ def test_a_prompt_whose_rest_is_short_counts_as_short(bench: Bench) -> None:
     bench.go()
     finished(*requests)
     assert bench.names() == ["a", "a", "a", "b", "b"]
+
+
+def in_parts(bench: Bench, name: str, parts: int, **scheduling: Any) -> Request:
+    """A request of two large chunks in so many parts each."""
+    request = Request()
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        for left in (4 * SHORT, 2 * SHORT):
+            yield left
+            for part in range(parts):
+                bench.log.append((name, "chunk"))
+                if part < parts - 1:
+                    yield WITHIN
+
+    bench.scheduler.submit(Task(request, (), 0, work, Scheduling(**scheduling)))
+    return request
+
+
+def test_a_short_prompt_waits_for_one_part_and_never_for_two_if_none_ran_before(bench: Bench) -> None:
+    """The parts of a chunk and short prompts take turns."""
+    requests = [in_parts(bench, "long", 4), *(bench.add(name, rows=SHORT) for name in "xy")]
+    bench.go()
+    finished(*requests)
+    assert bench.names() == ["x", "long", "y", "long", *["long"] * 6]
+
+
+def test_an_urgent_large_chunk_comes_after_the_one_that_is_under_way(bench: Bench) -> None:
+    """There is one residual stream."""
+    urgent: list[Request] = []
+    long = Request()
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        for left in (4 * SHORT, 2 * SHORT):
+            yield left
+            for part in range(3):
+                bench.log.append(("long", "chunk"))
+                if not urgent:
+                    urgent.append(in_parts(bench, "urgent", 2, priority=-1))
+                if part < 2:
+                    yield WITHIN
+
+    bench.scheduler.submit(Task(long, (), 0, work))
+    bench.go()
+    finished(long, *urgent)
+    finished(*urgent)
+    assert bench.names() == [*["long"] * 3, *["urgent"] * 4, *["long"] * 3]
+
+
+def test_only_short_prompts_that_are_as_urgent_come_between_parts(bench: Bench) -> None:
+    requests = [in_parts(bench, "long", 2), bench.add("low", priority=1), bench.add("urgent", priority=-1)]
+    bench.go()
+    finished(*requests)
+    assert bench.names() == ["urgent", *["long"] * 4, "low"]
+
+
+def test_every_reply_has_a_slice_between_two_parts(bench: Bench) -> None:
+    replies = [bench.add(name, steps=20 * SLICE_TOKENS) for name in "ab"]
+    long = in_parts(bench, "long", 4)
+    bench.go()
+    finished(*replies, long)
+    parts = [place for place, entry in enumerate(bench.log) if entry == ("long", "chunk")]
+    between = [bench.log[a + 1 : b] for a, b in pairwise(parts)]
+    assert [sorted(set(entries)) for entries in between] == [[("a", "step"), ("b", "step")]] * 7
+    assert [len(entries) for entries in between] == [2 * SLICE_TOKENS] * 7
+
+
+def test_a_request_that_is_cancelled_within_a_chunk_ends_with_the_part(bench: Bench) -> None:
+    request, other = Request(), Request()
+    closed: list[str] = []
+
+    def work(sequence: object) -> Generator[int, None, None]:
+        yield 4 * SHORT
+        try:
+            for _ in range(4):
+                bench.log.append(("long", "chunk"))
+                request.cancel()
+                yield WITHIN
+        finally:
+            closed.append("long")
+
+    bench.scheduler.submit(Task(request, (), 0, work))
+    other = in_parts(bench, "other", 2)
+    bench.go()
+    finished(request, other)
+    assert bench.names() == ["long", *["other"] * 4]
+    assert closed == ["long"]
 
 
 def test_urgent_prompts_come_first_and_pass_another_one_eight_times(bench: Bench) -> None:

@@ -18,7 +18,7 @@ from models import tiny_model
 from lily.engine import Engine
 from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.run.reply import Reply
-from lily.run.runner import Runner
+from lily.run.runner import Runner, whole
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams
 
@@ -50,8 +50,8 @@ def params(number: int) -> SamplingParams:
 def begin(runner: Runner, sequence: Sequence, number: int) -> Reply:
     """Runs a prompt in two chunks; the last one samples."""
     tokens = prompt(number, LENGTHS[number])
-    runner.prefill(sequence, tokens[:16])
-    return runner.start(sequence, tokens[16:], params(number), (), TOKENS)
+    whole(runner.prefill(sequence, tokens[:16]))
+    return whole(runner.start(sequence, tokens[16:], params(number), (), TOKENS))
 
 
 def state(sequence: Sequence) -> bytes:
@@ -99,9 +99,9 @@ def test_chunks_in_turn(engine, sequences, alone):
     runner = runner_of(engine)
     prompts = [prompt(number, length) for number, length in enumerate(LENGTHS)]
     for sequence, tokens in zip(sequences, prompts, strict=True):
-        runner.prefill(sequence, tokens[:16])
+        whole(runner.prefill(sequence, tokens[:16]))
     for number, (sequence, tokens) in enumerate(zip(sequences, prompts, strict=True)):
-        reply = runner.start(sequence, tokens[16:], params(number), (), TOKENS)
+        reply = whole(runner.start(sequence, tokens[16:], params(number), (), TOKENS))
         assert (read(reply), state(sequence)) == alone[number]
 
 
@@ -117,7 +117,7 @@ def test_a_prompt_between_the_tokens_of_a_reply(engine, sequences, alone):
     known = [*prompt(0, LENGTHS[0]), *(token.id for token in tokens)]
     if engine._policy.rows_invariant:
         at = first.resume(known)
-        rest = runner.start(first, known[at:], params(0), (), TOKENS - 3)
+        rest = whole(runner.start(first, known[at:], params(0), (), TOKENS - 3))
         got = [token.id for token in [*tokens, *read(rest)]]
         assert got == [token.id for token in alone[0][0]]
 

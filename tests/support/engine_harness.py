@@ -29,7 +29,7 @@ from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.policy import POLICIES
 from lily.run.budget import SNAPSHOTS
 from lily.run.reply import Reply, Token
-from lily.run.runner import Runner
+from lily.run.runner import Runner, whole
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams
 
@@ -184,8 +184,8 @@ def forced_logits(engine: Engine, tokens: abc.Sequence[int], split: int, cuts: I
     edges = sorted({0, *(c for c in cuts if 0 < c < split), split})
     chunks = list(pairwise(edges))
     for start, end in chunks[:-1]:
-        runner.prefill(sequence, tokens[start:end])
-    reply = runner.start(sequence, tokens[chunks[-1][0] : split], GREEDY, (), len(tokens) - split + 1)
+        whole(runner.prefill(sequence, tokens[start:end]))
+    reply = whole(runner.start(sequence, tokens[chunks[-1][0] : split], GREEDY, (), len(tokens) - split + 1))
     rows = []
     for token in [*tokens[split:], None]:
         assert reply.next() is not None
