@@ -34,10 +34,10 @@ _END = object()
 
 @dataclass(frozen=True)
 class Scheduling:
-    """When a request gets its turn, and how long one waits for it and for its reader. InvalidRequestError: see below.
+    """When a request gets its turn, and for how long it and its reader are waited for.
 
     priority: of requests that wait those with the lowest number come first, as in vLLM; a whole number. deadline:
-    seconds, from when the request is made, within which the first chunk of its prompt must begin: if it does not, no
+    seconds, from when its reply is asked for, within which the first chunk of the prompt must begin: if it does not, no
     work is done for it. reader_timeout: seconds for which its reply may lie unread before it is ended. Of both None is
     no limit; either ends with a TimeLimitError.
     """

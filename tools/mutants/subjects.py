@@ -106,9 +106,10 @@ SUBJECTS = (
         (
             "lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/reply_text.py", "lily/streaming.py",
             "lily/session.py",
-        ), 26,
+        ), 32,
         {
             "_routing.pyx": ("tests/run",),
+            "_schedule.pyx": ("tests/run/test_schedule.py tests/run/test_scheduler.py", _engine(_PARALLEL, _API)),
             "host_steps.py": (_engine(_ABLATIONS, before="tests/run"),),
             "scheduler.py": ("tests/run/test_scheduler.py", _engine(_PARALLEL, _API, _LIMITS)),
             "requests.py": ("tests/run/test_scheduler.py", _engine(_PARALLEL, _API)),
