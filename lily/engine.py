@@ -34,13 +34,13 @@ from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.reply_text import ReplyText
-from lily.run.budget import SNAPSHOTS, Budget, plan_context, residents_bytes, sequence_bytes
-from lily.run.chunks import cut
+from lily.run.budget import SOME_LENGTH, Budget, plan_context, residents_bytes, sequence_bytes, sequences_for
+from lily.run.chunks import cut, kept_points
+from lily.run.points import Marks
 from lily.run.requests import Request, Scheduling
-from lily.run.residents import Residents
+from lily.run.residents import Resident, Residents
 from lily.run.runner import Runner
 from lily.run.scheduler import Scheduler, Task, Work
-from lily.run.sequence import Sequence as DeviceSequence
 from lily.run.sequence import check_context
 from lily.sampling import Sampling, SamplingParams, check_ids, checkpoint_defaults, make_params
 from lily.streaming import Completion, ReplyChunks, Stream
@@ -52,10 +52,8 @@ from lily.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lily.session import Session
 
-MESSAGE_START = "<|im_start|>"
 MAX_THREADS = 256
 MAX_SEQUENCES = 64
-SEQUENCES = 4
 _PROMPTS = "a prompt is text or a list of token ids (whole numbers)"
 
 OnPrompt = Callable[[int, int], None]
@@ -78,18 +76,18 @@ class Engine:
     device: ``auto``, ``cpu`` or ``metal``. max_context: tokens of prompt and reply together; by default what
     the model allows and memory holds. threads: of the cpu device. ablate: names of mechanisms to switch off.
     progress: called with (bytes done, bytes in all) while weights are read. sequences: conversations, at most, that
-    stay on the device and may be under way at the same time.
+    stay on the device and may be under way at the same time; by default 4, fewer where memory is short.
     Raises CheckpointError, DeviceError or InvalidRequestError.
     """
 
     def __init__(
         self, model: str | Path | None = None, *, device: str = "auto", max_context: int | None = None,
         threads: int | None = None, ablate: Sequence[str] | str = (),
-        progress: Callable[[int, int], None] | None = None, sequences: int = SEQUENCES,
+        progress: Callable[[int, int], None] | None = None, sequences: int | None = None,
     ) -> None:  # fmt: skip
         self._closed = True  # until everything is there
         _check_options(max_context, threads)
-        self.sequences = _checked_sequences(sequences)
+        asked = _checked_sequences(sequences)
         name = choose_device(device)
         self._policy = policy_for(name, _ablations(ablate))
         self.model = resolve_model(None if model is None else str(model))
@@ -97,7 +95,7 @@ class Engine:
             self._describe(checkpoint)
             self._device = open_checked(device, **opening_options(name, self.model.key, threads))
             try:
-                self._load(checkpoint, device, max_context, progress)
+                self._load(checkpoint, device, max_context, asked, progress)
             except BaseException:
                 self._device.close()
                 raise
@@ -113,10 +111,10 @@ class Engine:
         own_stops = dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids))
         # An id beyond the tokenizer's is a padding row, which is never drawn.
         self._stop_ids = tuple(id for id in own_stops if id < self.tokenizer.num_tokens)
-        self._message_start = self.tokenizer.id_of(MESSAGE_START)
+        self._marks = Marks.of(self.tokenizer.encode, self.tokenizer.id_of)
 
     def _load(
-        self, checkpoint: Checkpoint, asked: str, max_context: int | None,
+        self, checkpoint: Checkpoint, asked: str, max_context: int | None, sequences: int | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:  # fmt: skip
         """Weights into the device's memory, kernels compiled, a sequence ready to begin."""
@@ -144,9 +142,11 @@ class Engine:
             self._runner = Runner(device, config, self._policy, self._weights, vocab=vocab)
             parts.callback(self._runner.close)
             needed = partial(sequence_bytes, config, self._policy)
+            pool = residents_bytes(budget, self.memory, needed(self.max_context))
+            self.sequences = sequences or sequences_for(pool, needed(min(SOME_LENGTH, self.max_context)))
             self._residents = Residents(
-                self._runner, count=self.sequences, max_context=self.max_context, snapshots=SNAPSHOTS,
-                budget=residents_bytes(budget, self.memory, needed(self.max_context)), sequence_bytes=needed,
+                self._runner, count=self.sequences, budget=pool, max_context=self.max_context, marks=self._marks,
+                sequence_bytes=needed,
             )  # fmt: skip
             self._device_info = described(device.info)
             kept = ExitStack()
@@ -296,7 +296,7 @@ class Engine:
 
     def reply_form(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None) -> ReplyForm:
         """What the reply to the rendered chat ``prompt`` begins with, and the ``tools`` that it may call."""
-        last = next((place for place in reversed(range(len(prompt))) if prompt[place] == self._message_start), 0)
+        last = next((place for place in reversed(range(len(prompt))) if prompt[place] == self._marks.message), 0)
         return ReplyForm.of(self.tokenizer.decode(prompt[last:]), tools)
 
     def session(self, *, system: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> Session:
@@ -389,24 +389,30 @@ class Engine:
 
     def _reply(
         self, request: Request, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], limit: int,
-        form: ReplyForm | None, sequence: DeviceSequence,
+        form: ReplyForm | None, resident: Resident,
     ) -> Work:  # fmt: skip
         """The engine's work on a prompt and its reply; what comes of it is put into ``request``."""
         began, runner, total = time.perf_counter(), self._runner, len(tokens)
+        sequence = resident.sequence
         cached = sequence.resume(tokens)
         runner.reserve(sequence, total + 1)
-        *chunks, last = cut(tokens, cached, self._policy, self._message_start)
+        *chunks, last = cut(tokens, cached, self._policy, self._marks, resident.shared)
         request.put(_Progress(cached, total))
-        for chunk in chunks:
-            yield total - chunk.start
-            yield from runner.prefill(sequence, tokens[chunk.start : chunk.end])
-            if chunk.keep:
-                sequence.snapshot()
-            request.put(_Progress(chunk.end, total))
-        yield total - last.start
+        try:
+            for chunk in chunks:
+                yield total - chunk.start
+                yield from runner.prefill(sequence, tokens[chunk.start : chunk.end])
+                if chunk.keep:
+                    sequence.snapshot()
+                request.put(_Progress(chunk.end, total))
+            yield total - last.start
+        except GeneratorExit:  # cancelled: what has been read stays
+            sequence.snapshot()
+            raise
+        sequence.keep_only(kept_points(tokens, cached, self._policy, self._marks, resident.shared))
         text = ReplyText(
             self.tokenizer, tokens, params, hidden=self.skip_ids(), stop_ids=frozenset(stop_ids), form=form,
-            cached=cached, began=began,
+            cached=cached, began=began, reuse=resident.reason,
         )  # fmt: skip
         reply = yield from runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
         try:
@@ -425,11 +431,12 @@ class Engine:
             reply.stop()
         request.put(text.chunk())  # the device has finished before the last one is read
 
-    def _score(self, request: Request, ids: list[int], top_k: int, sequence: DeviceSequence) -> Work:
+    def _score(self, request: Request, ids: list[int], top_k: int, resident: Resident) -> Work:
         """The engine's work on a text to be scored; each chunk's results are put into ``request``."""
+        sequence = resident.sequence
         sequence.reset()
         self._runner.reserve(sequence, len(ids) - 1)
-        for chunk in cut(ids[:-1], 0, self._policy, self._message_start):
+        for chunk in cut(ids[:-1], 0, self._policy, self._marks):
             yield len(ids) - 1 - chunk.start
             targets = ids[chunk.start + 1 : chunk.end + 1]
             request.put((yield from self._runner.score(sequence, ids[chunk.start : chunk.end], targets, top_k)))
@@ -452,7 +459,9 @@ def _ablations(given: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _checked_sequences(given: object) -> int:
+def _checked_sequences(given: object) -> int | None:
+    if given is None:
+        return None
     if type(given) is not int or not 1 <= given <= MAX_SEQUENCES:
         raise InvalidRequestError(f"sequences is {show(given)}; allowed: a whole number from 1 to {MAX_SEQUENCES}")
     return given

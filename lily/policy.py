@@ -72,8 +72,10 @@ class Policy:
     # Rows run once, before the first larger chunk, to measure the rate by which submissions are cut; 0: never.
     calibration_rows: int
     buckets: tuple[int, ...]  # rows a prefill list is recorded for, ascending
+    message_gap: int  # tokens from one edge of a prompt to a message that begins on the next one, at least
     kv_step: int  # the KV cache grows to multiples of this many tokens
     score_rows: int  # rows of logits that ``score`` holds at once
+    canonical: bool  # a prompt is cut where its tokens alone say it (run/chunks.py); it must be if not rows_invariant
     ablate: frozenset[str] = frozenset()
 
     def ablated(self, name: str) -> bool:
@@ -183,8 +185,8 @@ POLICIES: dict[str, Policy] = {
         gemv_rows=16, gemv_threads=1, moe_rows=16, gemv_simdgroups=0, conv_rows=1, scan_columns=NEVER,
         attention_split=256, attention_splits=NEVER, long_context=NEVER, long_split=256, pack=8,
         gemm_tiles=((0, 512),), moe_tiles=((0, 32),), tile_n=16, narrow_tiles=False, attention_queries=64,
-        sample_slice=16384, chunks=((0, 512),), part_rows=512, calibration_rows=0, buckets=_BUCKETS, kv_step=1024,
-        score_rows=64,
+        sample_slice=16384, chunks=((0, 512),), part_rows=512, calibration_rows=0, buckets=_BUCKETS, message_gap=256,
+        kv_step=1024, score_rows=64, canonical=False,
     ),
     "metal": Policy(
         device="metal", gpu=True, act="bf16", layout="rows", row_block=1, rows_invariant=False,
@@ -192,8 +194,8 @@ POLICIES: dict[str, Policy] = {
         attention_split=128, attention_splits=64, long_context=32768, long_split=512, pack=4,
         gemm_tiles=((0, 16), (17, 32), (256, 64)), moe_tiles=((0, 16), (12, 32), (48, 64)), tile_n=64,
         narrow_tiles=True, attention_queries=32,
-        sample_slice=4096, chunks=((0, 2048), (32768, 1024), (65536, 512)), part_rows=512,
-        calibration_rows=256, buckets=(*_BUCKETS, 1024, 2048), kv_step=4096, score_rows=256,
+        sample_slice=4096, chunks=((0, 2048), (32768, 1024), (65536, 512)), part_rows=512, calibration_rows=256,
+        buckets=(*_BUCKETS, 1024, 2048), message_gap=256, kv_step=4096, score_rows=256, canonical=True,
     ),
 }  # fmt: skip
 
@@ -209,4 +211,4 @@ def policy_for(device: str, ablate: Iterable[str] = ()) -> Policy:
     policy = POLICIES[device]
     # Decode multiplies by the weights as they are, prefill then by rounded ones.
     invariant = policy.rows_invariant and "fused-dequantisation" not in ablate
-    return replace(policy, ablate=ablate, rows_invariant=invariant)
+    return replace(policy, ablate=ablate, rows_invariant=invariant, canonical=policy.canonical or not invariant)

@@ -28,14 +28,15 @@ class ReplyText:
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, *, hidden: Set[int],
-        stop_ids: Set[int], form: ReplyForm | None, cached: int, began: float,
+        stop_ids: Set[int], form: ReplyForm | None, cached: int, began: float, reuse: str = "cold",
     ) -> None:  # fmt: skip
         """hidden: ids without visible text. form: of a chat's reply, None for a plain prompt's.
 
-        cached: tokens of the prompt that were not run. began: when the request did, by ``time.perf_counter``.
+        cached: tokens of the prompt that were not run; reuse says why. began: when the request did, by
+        ``time.perf_counter``.
         """
         self.token_ids: list[int] = []
-        self._prompt, self._cached, self._began = len(prompt), cached, began
+        self._prompt, self._cached, self._reuse, self._began = len(prompt), cached, reuse, began
         self._seed = params.seed or 0
         self._detokenizer = Detokenizer(tokenizer.token_bytes, hidden | stop_ids)
         self._split = _Plain() if form is None else _Chat(tokenizer, form, stop_ids, call_ids(self._seed, prompt))
@@ -108,6 +109,7 @@ class ReplyText:
         return Completion(
             "".join(self._texts), self.token_ids, reason, self._prompt, n, self._cached, self._logprobs, timings,
             self._seed, "".join(self._reasonings) or None, self._calls, self._reasoning_tokens, self._matcher.matched,
+            self._reuse,
         )  # fmt: skip
 
 

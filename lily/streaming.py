@@ -67,7 +67,8 @@ class Completion:
     ``seed``: the one that was used, given or drawn; with it the same request gives the same reply again. Of a chat
     ``text`` is the content alone; of a plain prompt it is everything, and there is no ``reasoning`` and no call.
     ``reasoning``: None if there was none. ``reasoning_tokens``: how many of the tokens were written while it lasted,
-    its end included. ``stop``: the stop string that ended the reply, if one did.
+    its end included. ``stop``: the stop string that ended the reply, if one did. ``reuse``: why so much of the prompt
+    was there already, and no more: ``cold``, ``hit``, ``diverged at token N`` from what was read, or ``evicted``.
     """
 
     text: str
@@ -83,6 +84,7 @@ class Completion:
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning_tokens: int = 0
     stop: str | None = None
+    reuse: str = "cold"
 
 
 @dataclass(frozen=True)

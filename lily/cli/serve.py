@@ -78,10 +78,8 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option(
     "--sequences",
     type=click.IntRange(1, 64),
-    default=4,
-    show_default=True,
     metavar="N",
-    help="Conversations that stay on the device, and requests that run at a time.",
+    help="Conversations that stay on the device, and requests that run at a time.  [default: 4, with little memory 2]",
 )
 @click.option(
     "--queue",

@@ -17,6 +17,16 @@ from lily.policy import Policy
 from lily.units import gb
 
 SNAPSHOTS = 4
+"""States of a conversation that are kept beside its slots, in the usual case (points.py)."""
+
+SEQUENCES = 4
+"""Where memory allows it: an agent, its subagents, and a chat beside them."""
+
+SOME_LENGTH = 32768
+"""Tokens of a conversation, as agents have them."""
+
+LEAST_CONTEXT = 4096
+"""Tokens; below this a context is as long as memory allows."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +78,39 @@ def plan_context(
             f"KV cache {gb(want.kv)}, scratch {gb(want.scratch)}, snapshots {gb(want.snapshots)}), "
             f"{gb(budget.total)} are available; " + ("use a smaller max_context" if fits >= 1 else budget.remedy)
         )
-    tokens = max_context or min(limit, fits)
+    tokens = max_context or min(limit, fits, _comfortable(_pool_bytes(budget, fixed), fixed.state // 2, per_token))
     return tokens, needed(tokens)
 
 
+def _comfortable(pool: int, state: int, per_token: int) -> int:
+    """The largest power of two that leaves room for its states, so that one conversation never takes all there is.
+
+    Where that is next to nothing, there is no bound: the context is what fits.
+    """
+    room = (pool - (2 + SNAPSHOTS) * state) // per_token
+    return 1 << (room.bit_length() - 1) if room >= LEAST_CONTEXT else 1 << 62
+
+
+def _pool_bytes(budget: Budget, memory: MemorySum) -> int:
+    """For sequences: nine tenths of what weights and scratch leave, a quarter of what the device may hold at most."""
+    return min((budget.total - memory.weights - memory.scratch) * 9 // 10, budget.total // 4)
+
+
 def residents_bytes(budget: Budget, memory: MemorySum, one: int) -> int:
-    """For sequences: ``one`` with a full context in any case, more than it in a quarter of what the device may hold."""
-    left = budget.total - memory.weights - memory.scratch
-    return max(one, min(left, budget.total // 4))
+    """What all sequences may take together: ``one`` with a full context in any case."""
+    return max(one, _pool_bytes(budget, memory))
 
 
-def sequence_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
-    """What a sequence takes that holds ``tokens``, its snapshots included."""
+def sequences_for(pool: int, one: int) -> int:
+    """How many sequences are kept where nobody says it; ``one``: bytes of a conversation of some length."""
+    return max(2, min(SEQUENCES, pool // one))
+
+
+def sequence_bytes(config: ModelConfig, policy: Policy, tokens: int, points: int = SNAPSHOTS) -> int:
+    """What a sequence takes that holds ``tokens``, and the states of so many ``points`` beside its slots."""
     state = StateLayout.of(config, policy).nbytes
     small = sum(sequence_buffers(config, policy, tokens).values())
-    return (2 + SNAPSHOTS) * state + kv_token_bytes(config) * tokens + small
+    return (2 + points) * state + kv_token_bytes(config) * tokens + small
 
 
 def largest_scratch(config: ModelConfig, policy: Policy, weights: WeightsMap, kv_tokens: int) -> int:

@@ -7,6 +7,7 @@ Not handled: running them (runner.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -51,6 +52,8 @@ class Recorder:
         self._recorded: dict[tuple[Sequence, Key], Pair] = {}
         self._dropped: list[CommandList] = []  # not free yet
         self.generation = 0
+        self.before_growth: Callable[[Sequence, int], object] = lambda sequence, tokens: None
+        """Called with a sequence and the tokens that it is about to hold, so that others may give way."""
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +142,7 @@ class Recorder:
         DeviceError where there is no memory for it; the sequence is as before then.
         """
         if tokens > sequence.kv_tokens:
+            self.before_growth(sequence, tokens)
             self.forget(sequence)
             self._plans.clear()
             sequence.grow(tokens)

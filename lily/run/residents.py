@@ -1,45 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequences that stay on the device between requests, and which of them a request gets.
+"""The sequences that stay on the device between requests, which of them a request gets, and what gives way.
 
-A request goes on in the sequence that shares the most with it. Where most of that sequence is something else (another
-conversation with the same system message), what they share is copied into another one, so that neither loses its
-memory. Sequences in use are never touched; of the others the one that was used longest ago gives way.
-Not handled: how much of a sequence can be reused (sequence.py); sharing memory between sequences.
+A request goes on in the sequence that shares the most with it, if that costs the other conversation nothing worth
+mentioning: it *is* that conversation, or what is lost is quickly read again.  Otherwise what they share is copied into
+another sequence, so that A, B, A finds A as it was.  Sequences in use are never touched.  Of the others that gives way
+whose loss costs least: tokens to be read again, by the number of requests since it was used.
+A request is admitted when the running ones and it fit with all tokens that they may come to hold, so none fails in its
+middle; idle sequences give way as memory is really needed, when a sequence grows.
+Not handled: which points of a sequence are kept (points.py); sharing memory between sequences.
 """
 
 from __future__ import annotations
 
-from collections import abc
+from collections import abc, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lily.errors import DeviceError
+from lily.run.chunks import kept_points
+from lily.run.history import common_prefix
+from lily.run.points import Marks
 from lily.run.runner import Runner
 from lily.run.sequence import Sequence
+
+CHEAP = 512
+"""Tokens that are read again as quickly as a sequence is copied."""
+
+_REMEMBERED = 16  # sequences that had to give way, in order to say so
 
 
 @dataclass(eq=False)
 class Resident:
-    """A sequence, and the tokens that its user may fill it with: 0 while nobody uses it."""
+    """A sequence, and the tokens that its user may fill it with: 0 while nobody uses it.
+
+    shared: how many tokens the stored sequences had in common with the prompt. reason: why so much of the prompt was
+    there, and no more.
+    """
 
     sequence: Sequence
     reserved: int = 0
+    points: int = 0  # that it may come to keep, while it is used
     used: int = field(default=0)  # grows with every use
+    turn: int = 0  # where the reply to the last message of the user began
+    shared: tuple[int, ...] = ()
+    reason: str = "cold"
+
+
+class _Loss(NamedTuple):
+    """What may give way: a kept point of a sequence, or without ``point`` all of it."""
+
+    value: float
+    resident: Resident
+    point: int | None
 
 
 class Residents:
-    """At most ``count`` sequences, of together at most ``budget`` bytes on the device.
+    """At most ``count`` sequences, of together at most ``budget`` bytes on the device, kept states included.
 
-    ``sequence_bytes(tokens)``: what a sequence takes that holds so many.
+    ``sequence_bytes(tokens, points)``: what a sequence takes that holds so many.
     """
 
     def __init__(
-        self, runner: Runner, *, count: int, budget: int, max_context: int, snapshots: int,
-        sequence_bytes: abc.Callable[[int], int],
+        self, runner: Runner, *, count: int, budget: int, max_context: int, marks: Marks,
+        sequence_bytes: abc.Callable[[int, int], int],
     ) -> None:  # fmt: skip
         self._runner, self._count, self._budget, self._bytes = runner, count, budget, sequence_bytes
-        self._max_context, self._snapshots = max_context, snapshots
+        self._max_context, self._marks = max_context, marks
         self._all: list[Resident] = [Resident(self._new())]
+        self._gone: deque[list[int]] = deque(maxlen=_REMEMBERED)  # tokens of what had to give way
         self._uses = 0
+        runner.recorder.before_growth = self._before_growth
 
     @property
     def latest(self) -> Sequence:
@@ -52,7 +83,7 @@ class Residents:
         return [resident.sequence for resident in self._all]
 
     def _new(self) -> Sequence:
-        return self._runner.sequence(max_context=self._max_context, snapshots=self._snapshots)
+        return self._runner.sequence(max_context=self._max_context)
 
     # ---- use
     def take(self, tokens: abc.Sequence[int], reserve: int) -> Resident | None:
@@ -60,27 +91,59 @@ class Residents:
 
         What it shares with the prompt is there; ``Sequence.resume`` goes to it.
         """
-        matches = {r: r.sequence.match(tokens, in_use=r.reserved > 0) for r in self._all}
-        best = max(self._all, key=lambda r: (matches[r], not r.reserved, r.used))
-        shared = matches[best]
-        in_place = not best.reserved and 2 * shared >= len(best.sequence.tokens)
+        shared = {r: common_prefix(r.sequence.tokens, tokens) for r in self._all}
+        points = {r: r.sequence.point(tokens, in_use=r.reserved > 0, shared=shared[r])[0] for r in self._all}
+        best = max(self._all, key=lambda r: (points[r], not r.reserved, r.used))
+        goes_on = not best.reserved and self._goes_on(best, shared[best], points[best])
+        source = best if points[best] else None
         # Where there is no memory for both, the one that shares most is gone on with all the same.
-        places = [best] if in_place else [self._spare(best if shared else None), None if best.reserved else best]
-        chosen = next((r for r in places if r is not None and self._make_room(r, best, reserve)), None)
+        places = [best] if goes_on else [self._spare(source), None if best.reserved else best]
+        chosen = next((r for r in places if r is not None and self._admits(r, source or r, tokens, reserve)), None)
         if chosen is None:
             return None
-        if chosen is not best and shared > matches.get(chosen, 0):
+        departs = max(shared.values())
+        reason = "hit" if source and goes_on else self._reason(tokens, departs, points[best])
+        if not goes_on:
+            self._remember(chosen.sequence.tokens)
+        if chosen is not best and points[best] > points.get(chosen, 0):
             self._copy(best, chosen.sequence, tokens)
         self._uses += 1
-        chosen.reserved, chosen.used = reserve, self._uses
+        chosen.used, chosen.turn = self._uses, self._marks.turn(tokens)
+        chosen.shared, chosen.reason = tuple(shared.values()), reason
         return chosen
 
     def give_back(self, resident: Resident) -> None:
         """Its request has ended; nothing of it is in flight."""
-        resident.reserved = 0
+        resident.reserved = resident.points = 0
 
+    def _goes_on(self, best: Resident, shared: int, point: int) -> bool:
+        """Whether the prompt is the next one of that conversation, or going on there loses little.
+
+        A template drops what was thought since the user spoke last, so the next turn departs where that turn's reply
+        began; a prompt that departs before it is another conversation.
+        """
+        return 0 < best.turn <= shared or best.sequence.latest - point <= min(CHEAP, point)
+
+    def _reason(self, tokens: abc.Sequence[int], shared: int, point: int) -> str:
+        """Why ``point`` tokens of the prompt are there, of ``shared`` ones; nothing of the text is told."""
+        lost = max((common_prefix(gone, tokens) for gone in self._gone), default=0)
+        if lost > shared + CHEAP:
+            return "evicted"
+        if not point and shared <= CHEAP:
+            return "cold"
+        return "hit" if shared == len(tokens) else f"diverged at token {shared}"
+
+    def _copy(self, source: Resident, target: Sequence, tokens: abc.Sequence[int]) -> None:
+        target.reset()
+        try:
+            self._runner.reserve(target, len(tokens) + 1)
+        except DeviceError:  # then it is read once more, or said where it is needed
+            return
+        target.copy_prefix(source.sequence, tokens, in_use=source.reserved > 0)
+
+    # ---- what gives way
     def _spare(self, best: Resident | None) -> Resident | None:
-        """One whose contents matter least: empty, new, or used longest ago; ``best`` only if there is no other."""
+        """One whose contents matter least: empty, new, or of the least loss; ``best`` only if there is no other."""
         idle = [r for r in self._all if not r.reserved]
         empty = next((r for r in idle if not r.sequence.tokens), None)
         if empty is not None:
@@ -91,31 +154,71 @@ class Residents:
                 return self._all[-1]
             except DeviceError:  # there is no memory for one more: those that are there will do
                 self._count = len(self._all)
-        others = sorted((r for r in idle if r is not best), key=lambda r: r.used)
-        return others[0] if others else next(iter(idle), None)
+        others = [r for r in idle if r is not best]
+        return min(others or idle, key=self._loss, default=None)
 
-    def _make_room(self, chosen: Resident, kept: Resident, reserve: int) -> bool:
-        """Whether ``reserve`` tokens fit beside ``kept`` and those in use; others are released if need be."""
+    def _loss(self, resident: Resident) -> tuple[float, int]:
+        """What it costs if a sequence is lost: tokens to be read again, by its age; of equal losses the older one."""
+        return resident.sequence.latest / self._age(resident), resident.used
 
-        def needed() -> int:
-            tokens = {r: reserve if r is chosen else r.reserved for r in self._all}
-            return sum(self._filled(tokens[r]) if tokens[r] else r.sequence.nbytes for r in self._all)
+    def _age(self, resident: Resident) -> int:
+        return self._uses - resident.used + 1
 
-        idle = sorted((r for r in self._all if not r.reserved and r not in (chosen, kept)), key=lambda r: r.used)
-        while needed() > self._budget and idle:
-            gone = idle.pop(0)
-            self._all.remove(gone)
-            self._runner.release(gone.sequence)
-        return needed() <= self._budget or len(self._all) == 1
+    def _admits(self, chosen: Resident, kept: Resident, tokens: abc.Sequence[int], reserve: int) -> bool:
+        """Reserves ``reserve`` tokens for ``chosen`` if they fit beside all that the others in use may come to hold.
 
-    def _filled(self, tokens: int) -> int:
-        """Bytes of a sequence that came to hold ``tokens``."""
-        return self._bytes(min(self._runner.policy.kv_tokens(tokens), self._max_context))
+        What it needs at once is there then beside ``kept``, too, from which its beginning may be copied.
+        """
+        policy = self._runner.policy
+        points = len(kept_points(tokens, 0, policy, self._marks, (len(tokens),))) + len(chosen.sequence.points)
+        promised = sum(self._filled(r.reserved, r.points) for r in self._all if r.reserved and r is not chosen)
+        alone = not promised and len(self._all) == 1
+        if promised + self._filled(reserve, points) > self._budget and not alone:
+            return False
+        if not self._make_room(chosen, min(len(tokens) + 1, reserve), points, {chosen, kept}) and kept is not chosen:
+            return False
+        chosen.reserved, chosen.points = reserve, points
+        return True
 
-    def _copy(self, source: Resident, target: Sequence, tokens: abc.Sequence[int]) -> None:
-        target.reset()
-        try:
-            self._runner.reserve(target, len(tokens) + 1)
-        except DeviceError:  # then it is read once more, or said where it is needed
-            return
-        target.copy_prefix(source.sequence, tokens, in_use=source.reserved > 0)
+    def _before_growth(self, sequence: Sequence, tokens: int) -> None:
+        """The sequence is about to hold ``tokens``: what its memory was promised against gives way."""
+        resident = next((r for r in self._all if r.sequence is sequence), None)
+        if resident is not None:
+            self._make_room(resident, tokens, resident.points, {resident})
+
+    def _make_room(self, chosen: Resident, tokens: int, points: int, kept: set[Resident]) -> bool:
+        """Whether ``chosen`` may hold ``tokens`` now; of those that nobody uses, all but ``kept`` give way."""
+
+        def held() -> int:
+            grown = max(self._filled(tokens, points), chosen.sequence.held)
+            return grown + sum(r.sequence.held for r in self._all if r is not chosen)
+
+        losses = self._losses([r for r in self._all if not r.reserved and r not in kept])
+        while held() > self._budget and (loss := next(losses, None)) is not None:
+            if loss.point is not None:
+                loss.resident.sequence.points.pop(loss.point, None)
+            else:
+                self._remember(loss.resident.sequence.tokens)
+                self._all.remove(loss.resident)
+                self._runner.release(loss.resident.sequence)
+        return held() <= self._budget
+
+    def _losses(self, idle: list[Resident]) -> Iterator[_Loss]:
+        """What may give way, the least loss first: kept points by what lies between them and the one before."""
+        found = []
+        for resident in idle:
+            age, before = self._age(resident), 0
+            for point in sorted(resident.sequence.points):
+                found.append(_Loss((point - before) / age, resident, point))
+                before = point
+            found.append(_Loss(resident.sequence.latest / age, resident, None))
+        # Of equal losses points first, then the sequence that was used longest ago.
+        return iter(sorted(found, key=lambda loss: (loss.value, loss.point is None, loss.resident.used)))
+
+    def _remember(self, tokens: list[int]) -> None:
+        if len(tokens) > CHEAP:
+            self._gone.append(list(tokens))
+
+    def _filled(self, tokens: int, points: int) -> int:
+        """Bytes of a sequence that came to hold ``tokens`` and ``points``."""
+        return self._bytes(min(self._runner.policy.kv_tokens(tokens), self._max_context), points)

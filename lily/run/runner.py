@@ -55,9 +55,9 @@ class Runner:
         self._calibrated = not policy.calibration_rows
         self._sequences: list[Sequence] = []
 
-    def sequence(self, *, max_context: int, snapshots: int = 0) -> Sequence:
-        """A new sequence of at most ``max_context`` tokens that keeps ``snapshots`` copies of its state."""
-        made = Sequence(self.device, self.config, self.policy, max_context=max_context, snapshots=snapshots)
+    def sequence(self, *, max_context: int) -> Sequence:
+        """A new sequence of at most ``max_context`` tokens."""
+        made = Sequence(self.device, self.config, self.policy, max_context=max_context)
         self._sequences.append(made)
         return made
 

@@ -51,7 +51,7 @@ class Task:
     request: Request
     tokens: abc.Sequence[int]
     reserve: int
-    start: Callable[[Sequence], Work]
+    start: Callable[[Resident], Work]
     scheduling: Scheduling = field(default_factory=Scheduling)
     resident: Resident | None = None
     work: Work | None = None
@@ -208,7 +208,7 @@ class Scheduler:
             _has_its_turn(task, task, self._waiting)
             self._waiting.remove(task)
             self._running.append(task)
-            task.work = task.start(task.resident.sequence)
+            task.work = task.start(task.resident)
             self._advance(task)
 
     def _hurry(self) -> None:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one conversation owns on a device: tokens, two state slots, snapshots, KV cache, inputs and outputs of a step.
 
-``tokens`` are those that the current slot has consumed.  Earlier points can be resumed: the other slot (one chunk or
-one step before) and snapshots, which own copies of the state; KV rows up to such a point stay valid until ``resume``
-drops what lies beyond it.  Any number of sequences may share weights and scratch memory, one running at a time.
+Its history (history.py) says which points can be resumed: the two slots, and those of which a copy of the state was
+kept; KV rows up to such a point stay valid until ``resume`` drops what lies beyond it.  Any number of sequences may
+share weights and scratch memory, one running at a time.
 Not handled: running anything (runner.py, reply.py); sharing KV rows between sequences.
 """
 
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,30 +20,20 @@ from lily.device.device import Buffer, Device, free
 from lily.errors import ContextLengthError
 from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, sequence_buffers
 from lily.policy import Policy
+from lily.run.history import History
 
 
-@dataclass
-class _Snapshot:
-    position: int
-    state: np.ndarray[Any, np.dtype[np.uint8]]
-
-
-class Sequence:
-    """Tokens and their memory. ``max_context`` bounds the tokens; ``snapshots`` is how many state copies are kept.
+class Sequence(History):
+    """Tokens and their memory; ``max_context`` bounds the tokens.
 
     Raises DeviceError where the device has no memory for it.
     """
 
-    def __init__(
-        self, device: Device, config: ModelConfig, policy: Policy, *, max_context: int, snapshots: int = 0
-    ) -> None:
+    def __init__(self, device: Device, config: ModelConfig, policy: Policy, *, max_context: int) -> None:
+        super().__init__(canonical=policy.canonical)
         self.device, self.config, self.policy, self.max_context = device, config, policy, max_context
-        self.tokens: list[int] = []
         self.slot = 0  # the slot that holds the current state
         self.kv_tokens = 0  # tokens that the KV cache holds
-        self._previous = -1  # position of the other slot's state, -1 if it holds none
-        self._snapshots: list[_Snapshot] = []
-        self._snapshot_limit = snapshots
         state = StateLayout.of(config, policy).nbytes
         small = sequence_buffers(config, policy, 0)
         sizes = {f"{base}.{slot}": small[f"{base}.in"] for base in ("step", "ids") for slot in "AB"}
@@ -63,6 +51,12 @@ class Sequence:
     def nbytes(self) -> int:
         """Device bytes in use."""
         return sum(b.nbytes for b in self.buffers.values())
+
+    @property
+    def held(self) -> int:
+        """Bytes in use with the kept states, which lie in the host's memory."""
+        kept: int = sum(state.nbytes for state in self.points.values())
+        return self.nbytes + kept
 
     def array(self, name: str, dtype: Any) -> np.ndarray[Any, Any]:
         """The buffer called ``name``; of those of which there are two, the one that the next step reads."""
@@ -106,47 +100,25 @@ class Sequence:
     # ---- tokens
     def append(self, chunk: abc.Sequence[int]) -> None:
         """``chunk`` has been submitted: its state is in the other slot."""
-        self._previous = len(self.tokens)
-        self.tokens.extend(chunk)
+        super().append(chunk)
         self.slot ^= 1
 
     def take_back(self, start: int) -> None:
         """Forgets the chunk that began at ``start``; the slot with the state before it is intact."""
+        super().take_back(start)
         self.slot ^= 1
-        self._previous = -1
-        del self.tokens[start:]
 
     # ---- reuse of earlier work
-    def match(self, prompt: abc.Sequence[int], *, in_use: bool = False) -> int:
-        """The position to which ``resume`` would go; of one that is ``in_use`` what ``copy_prefix`` can take along."""
-        return self._point(prompt, in_use)[0]
-
-    def _point(self, prompt: abc.Sequence[int], in_use: bool) -> tuple[int, str]:
-        """(position, where its state is) of the latest point that ``prompt`` shares, at least one token before its end.
-
-        The slots of a sequence in use are written by the steps in flight: its snapshots alone count.
-        """
-        limit = min(common_prefix(self.tokens, prompt), len(prompt) - 1)
-        candidates = [(s.position, "snapshot") for s in self._snapshots]
-        if self.policy.rows_invariant and not in_use:  # elsewhere only states on chunk edges give a cold run's bits
-            candidates = [(len(self.tokens), "current"), (self._previous, "previous"), *candidates]
-        # Of equal positions the first: it needs no copy.
-        return max((c for c in candidates if 0 < c[0] <= limit), key=itemgetter(0), default=(0, "start"))
-
     def resume(self, prompt: abc.Sequence[int]) -> int:
         """Goes to the latest point that ``prompt`` shares, leaving at least one token to run; returns its position."""
-        position, where = self._point(prompt, in_use=False)
+        position, where = self.point(prompt, in_use=False)
         if where == "previous":
             self.slot ^= 1
-        elif where == "snapshot":
-            saved = next(s for s in self._snapshots if s.position == position)
-            self.state()[:] = saved.state
+        elif where == "kept":
+            self.state()[:] = self.points[position]
         elif where == "start":
             self.state()[:] = 0
-        if where != "current":
-            self._previous = -1
-        self.tokens = list(prompt[:position])
-        self._snapshots = [s for s in self._snapshots if s.position <= position]
+        self.go_to(position, where)
         return position
 
     def copy_prefix(self, other: Sequence, prompt: abc.Sequence[int], *, in_use: bool) -> int:
@@ -154,10 +126,10 @@ class Sequence:
 
         The KV cache holds so many tokens already. ``other`` may be ``in_use``: what is copied is not written any more.
         """
-        position, where = other._point(prompt, in_use)
+        position, where = other.point(prompt, in_use=in_use)
         self.reset()
-        if where == "snapshot":
-            self.state()[:] = next(s.state for s in other._snapshots if s.position == position)
+        if where == "kept":
+            self.state()[:] = other.points[position]
         else:
             slot = other.slot if where == "current" else other.slot ^ 1
             self.state()[:] = other.buffers[f"state.{'AB'[slot]}"].array(np.uint8)
@@ -170,10 +142,8 @@ class Sequence:
         return position
 
     def reset(self) -> None:
-        """Forgets everything: no tokens, zero state, no snapshots. Nothing of it may be in flight."""
-        self._snapshots.clear()
-        self.tokens = []
-        self._previous = -1
+        """Forgets everything: no tokens, zero state, no points. Nothing of it may be in flight."""
+        self.forget()
         self.state()[:] = 0
 
     def state(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -181,11 +151,10 @@ class Sequence:
         return self.array("state", np.uint8)
 
     def snapshot(self) -> None:
-        """Copies the current state, to be resumed later; the oldest copies beyond the limit go."""
+        """Copies the current state, to be resumed later."""
         position = len(self.tokens)
-        if self._snapshot_limit and position and all(s.position != position for s in self._snapshots):
-            self._snapshots.append(_Snapshot(position, self.state().copy()))
-            self._snapshots = self._snapshots[-self._snapshot_limit :]
+        if position and position not in self.points:
+            self.points[position] = self.state().copy()
 
     # ---- the inputs of a step
     def write_chunk(self, chunk: abc.Sequence[int]) -> None:
@@ -205,11 +174,3 @@ def check_context(config: ModelConfig, max_context: int, prompt: int, what: str 
             f"shorten it, or allow more with max_context (the model's limit is {config.max_position_embeddings})",
             tokens=prompt, limit=max_context,
         )  # fmt: skip
-
-
-def common_prefix(a: abc.Sequence[int], b: abc.Sequence[int]) -> int:
-    """Number of leading tokens that are equal."""
-    n = min(len(a), len(b))
-    x, y = np.asarray(a[:n], np.int64), np.asarray(b[:n], np.int64)
-    different = np.flatnonzero(x != y)
-    return int(different[0]) if len(different) else n

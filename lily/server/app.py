@@ -246,6 +246,6 @@ def _stopping() -> RequestError:
 
 def _figures(reply: Completion, seconds: float) -> str:
     return (
-        f"{reply.prompt_tokens} tokens of prompt ({reply.cached_tokens} cached), {reply.completion_tokens} of reply, "
-        f"{reply.finish_reason}, {seconds:.2f} s"
+        f"{reply.prompt_tokens} tokens of prompt ({reply.cached_tokens} cached: {reply.reuse}), "
+        f"{reply.completion_tokens} of reply, {reply.finish_reason}, {seconds:.2f} s"
     )

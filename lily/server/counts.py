@@ -48,6 +48,7 @@ def timings(reply: Completion) -> dict[str, Any]:
     times = reply.timings
     return {
         "cache_n": reply.cached_tokens,
+        "cache_reason": reply.reuse,
         "prompt_n": reply.prompt_tokens - reply.cached_tokens,
         "prompt_ms": times.prompt_seconds * 1e3,
         "prompt_per_second": times.prompt_tokens_per_second,

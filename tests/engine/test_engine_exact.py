@@ -42,7 +42,8 @@ from lily.run.reply import Reply
 TEXT_IDS = 960  # ids below are text in the tokenizer of random-tiny
 EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512)
 # Chunks of which a text of a few holds in the context of random-tiny, and in a test.
-GRID, EMULATED_GRID = {"chunks": ((0, 512),)}, {"chunks": ((0, 32),), "buckets": (8, 32)}
+GRID = {"chunks": ((0, 512),)}
+EMULATED_GRID = {"chunks": ((0, 32),), "buckets": (8, 32), "message_gap": 1}
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
@@ -51,7 +52,7 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 def small_steps(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """Tiny growth steps and chunks, so that short texts cross their edges."""
-    return policy(**{"kv_step": 8, "chunks": ((0, 16),), "buckets": (8, 16), **changes})
+    return policy(**{"kv_step": 8, "chunks": ((0, 16),), "buckets": (8, 16), "message_gap": 1, **changes})
 
 
 def run_cut(engine: Engine, tokens: Sequence[int], cuts: Sequence[int]) -> tuple[bytes, bytes]:
@@ -546,7 +547,7 @@ def test_random_walk_of_requests(device, seed):
             reply = check(warm, cold, prompt, **how)
             reused += reply.cached_tokens
             known.append(prompt + reply.token_ids)
-    assert reused > device.pick(200, 10)
+    assert reused > device.pick(150, 10)
 
 
 # ---- growth and the end of the context ------------------------------------------------------------------------------
@@ -639,3 +640,27 @@ def test_greedy_reply_follows_the_largest_logit_of_every_step(stepper, cold_engi
     logits = forced_logits(stepper, prompt + reply, len(prompt))[:-1, : cold_engine.tokenizer.num_tokens]
     assert reply == logits.argmax(1).tolist()
     assert GREEDY.greedy
+
+
+@pytest.mark.parametrize("canonical", [False, True], ids=["own-rule", "metals-rule"])
+@pytest.mark.parametrize("cuts", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_a_prompt_cut_anywhere_goes_on_as_a_cold_one(device: Target, canonical: bool, cuts: int) -> None:
+    """Beginnings of earlier prompts with other ends, edits, branches and returns, under the rule of either device."""
+    if device.name != "cpu":
+        canonical, cuts = True, 6 if cuts == 40 else 60
+    rng = np.random.default_rng(cuts)
+    with small_steps(canonical=canonical):
+        warm, cold = (open_engine(tiny_model(), max_context=120, sequences=3) for _ in range(2))
+    start = warm.tokenizer.id_of("<|im_start|>")
+    known, reused = [random_tokens(60, 1)], 0
+    with warm, cold:
+        for step in range(cuts):
+            base = known[rng.integers(max(0, len(known) - 6), len(known))]
+            cut = int(rng.integers(0, len(base) + 1))
+            prompt = (base[:cut] + [start] * int(rng.integers(0, 2)) + random_tokens(int(rng.integers(1, 20)), step))[
+                :100
+            ]
+            reply = check(warm, cold, prompt, tokens=int(rng.integers(1, 6)), seed=step)
+            reused += reply.cached_tokens
+            known.append(prompt + reply.token_ids)
+    assert reused > cuts  # it is about what is reused

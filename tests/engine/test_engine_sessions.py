@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_device import Target, current, sweep
-from engine_harness import current_state, failing_at, message_of, open_engine, sequence_of
+from engine_harness import current_state, failing_at, message_of, open_engine, policy, sequence_of
 from models import tiny_model
 
 from lily.engine import Completion, Engine
@@ -35,13 +35,13 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def engine(device: Target) -> Iterator[Engine]:
-    with open_engine(device.pick(None, tiny_model()), max_context=2048) as engine:
+    with policy(message_gap=1), open_engine(device.pick(None, tiny_model()), max_context=2048) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def cold_engine(device: Target) -> Iterator[Engine]:
-    with open_engine(device.pick(None, tiny_model()), max_context=2048) as engine:
+    with policy(message_gap=1), open_engine(device.pick(None, tiny_model()), max_context=2048) as engine:
         yield engine
 
 

@@ -3,70 +3,32 @@
 
 from __future__ import annotations
 
-from collections import abc
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
-from lily.errors import DeviceError
+from fake_sequences import FakeRunner, FakeSequence
+
+from lily.policy import POLICIES, Policy
+from lily.run.chunks import cut, kept_points
+from lily.run.history import common_prefix
+from lily.run.points import Marks
 from lily.run.residents import Resident, Residents
-from lily.run.sequence import common_prefix
 
 FIXED = 100  # bytes of a sequence without tokens
+POLICY = replace(POLICIES["cpu"], kv_step=1)
 
 
-class Fake:
-    """A sequence that can be resumed anywhere."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.copied: list[tuple[Fake, int, bool]] = []
-
-    @property
-    def nbytes(self) -> int:
-        return FIXED + len(self.tokens)
-
-    def match(self, prompt: abc.Sequence[int], *, in_use: bool = False) -> int:
-        return min(common_prefix(self.tokens, prompt), max(len(prompt) - 1, 0))
-
-    def reset(self) -> None:
-        self.tokens = []
-
-    def copy_prefix(self, other: Fake, prompt: abc.Sequence[int], *, in_use: bool) -> int:
-        position = other.match(prompt)
-        self.copied.append((other, position, in_use))
-        self.tokens = list(prompt[:position])
-        return position
+def runner_of() -> FakeRunner:
+    return FakeRunner(POLICY, fixed=FIXED)
 
 
-class Runner:
-    policy = SimpleNamespace(kv_tokens=lambda tokens: tokens)
-
-    def __init__(self) -> None:
-        self.released: list[Fake] = []
-        self.most = 100
-
-    def sequence(self, **_: Any) -> Fake:
-        self.most -= 1
-        if self.most < 0:
-            raise DeviceError("no memory")
-        return Fake()
-
-    def release(self, sequence: Fake) -> None:
-        sequence.tokens = [-1]  # as nothing may use it any more
-        self.released.append(sequence)
-
-    def reserve(self, sequence: Fake, tokens: int) -> None:
-        pass
-
-
-def residents(runner: Runner, count: int = 3, budget: int = 1 << 40) -> Residents:
+def residents(runner: FakeRunner, count: int = 3, budget: int = 1 << 40) -> Residents:
     return Residents(
-        runner, count=count, budget=budget, max_context=1000, snapshots=4,  # type: ignore[arg-type]
-        sequence_bytes=lambda tokens: FIXED + tokens,
+        runner, count=count, budget=budget, max_context=1000, marks=Marks(),  # type: ignore[arg-type]
+        sequence_bytes=lambda tokens, points: FIXED + tokens,
     )  # fmt: skip
 
 
-def serve(pool: Residents, tokens: list[int], reserve: int = 0) -> Fake:
+def serve(pool: Residents, tokens: list[int], reserve: int = 0) -> FakeSequence:
     """A request from its beginning to its end."""
     taken = take(pool, tokens, reserve)
     assert taken is not None
@@ -76,8 +38,8 @@ def serve(pool: Residents, tokens: list[int], reserve: int = 0) -> Fake:
 
 def take(pool: Residents, tokens: list[int], reserve: int = 0) -> Resident | None:
     taken = pool.take(tokens, reserve or len(tokens))
-    if taken is not None:
-        taken.sequence.tokens = tokens[:]
+    if taken is not None:  # all of the prompt is read, and any place of it can be resumed
+        taken.sequence.tokens, taken.sequence.points = tokens[:], dict.fromkeys(range(1, len(tokens) + 1))
     return taken
 
 
@@ -85,7 +47,7 @@ A, B, C, D = ([n] * 50 for n in (1, 2, 3, 4))
 
 
 def test_a_conversation_goes_on_in_its_sequence() -> None:
-    pool = residents(Runner())
+    pool = residents(runner_of())
     a, b = serve(pool, A), serve(pool, B)
     assert a is not b
     assert serve(pool, [*A, 9]) is a
@@ -94,7 +56,7 @@ def test_a_conversation_goes_on_in_its_sequence() -> None:
 
 
 def test_the_one_that_was_used_longest_ago_gives_way() -> None:
-    pool = residents(Runner(), count=2)
+    pool = residents(runner_of(), count=2)
     a, b = serve(pool, A), serve(pool, B)
     assert serve(pool, [*A, 9]) is a
     assert serve(pool, C) is b
@@ -102,7 +64,7 @@ def test_the_one_that_was_used_longest_ago_gives_way() -> None:
 
 
 def test_what_two_conversations_share_is_copied_and_neither_loses_its_own() -> None:
-    pool = residents(Runner())
+    pool = residents(runner_of())
     system = [7] * 20
     a = serve(pool, [*system, *A])
     b = serve(pool, [*system, *B])
@@ -114,13 +76,13 @@ def test_what_two_conversations_share_is_copied_and_neither_loses_its_own() -> N
 
 def test_what_is_mostly_shared_goes_on_in_place() -> None:
     """The next turn of a conversation of which the template drops the end."""
-    pool = residents(Runner())
+    pool = residents(runner_of())
     a = serve(pool, [*A, *[5] * 40])
     assert serve(pool, [*A, 6]) is a
 
 
 def test_a_sequence_in_use_is_copied_from_and_never_given_away() -> None:
-    pool = residents(Runner(), count=2)
+    pool = residents(runner_of(), count=2)
     first = take(pool, A)
     second = take(pool, [*A, 9])
     assert first is not None
@@ -134,18 +96,22 @@ def test_a_sequence_in_use_is_copied_from_and_never_given_away() -> None:
     assert third.sequence is first.sequence
 
 
-def test_idle_sequences_are_released_for_one_that_needs_their_memory() -> None:
-    runner = Runner()
+def test_idle_sequences_give_way_when_one_grows_and_not_before() -> None:
+    runner = runner_of()
     pool = residents(runner, budget=3 * FIXED + 160)
     a, b, c = (serve(pool, tokens) for tokens in (A, B, C))
     assert runner.released == []
-    assert serve(pool, [*C, 9], reserve=120) is c
+    growing = take(pool, [*C, 9], reserve=120)
+    assert growing is not None
+    assert growing.sequence is c
+    assert runner.released == []
+    runner.recorder.before_growth(c, 120)
     assert runner.released == [a]
     assert pool.sequences == [b, c]
 
 
 def test_a_request_waits_for_the_memory_of_those_that_run() -> None:
-    pool = residents(Runner(), budget=2 * FIXED + 160)
+    pool = residents(runner_of(), budget=2 * FIXED + 170)
     first = take(pool, A, reserve=100)
     assert first is not None
     assert take(pool, B, reserve=100) is None
@@ -158,7 +124,7 @@ def test_a_request_waits_for_the_memory_of_those_that_run() -> None:
 
 def test_where_two_do_not_fit_what_they_share_goes_on_in_place() -> None:
     """The one to copy from must not be released for the copy."""
-    runner = Runner()
+    runner = runner_of()
     pool = residents(runner, budget=2 * FIXED)
     system = [7] * 20
     a = serve(pool, [*system, *A])
@@ -172,12 +138,116 @@ def test_where_two_do_not_fit_what_they_share_goes_on_in_place() -> None:
 
 def test_one_alone_is_always_served() -> None:
     """That it fits was settled when the engine opened."""
-    assert take(residents(Runner(), budget=10), A, reserve=1000) is not None
+    assert take(residents(runner_of(), budget=10), A, reserve=1000) is not None
 
 
 def test_where_there_is_no_memory_for_one_more_those_that_are_there_do() -> None:
-    runner = Runner()
+    runner = runner_of()
     runner.most = 1
     pool = residents(runner)
     assert serve(pool, A) is serve(pool, B)
     assert len(pool.sequences) == 1
+
+
+# ---- conversations: 1 opens a message, 2 is the user, 3 the assistant, 4 the result of a tool
+MARKS = Marks(1, (1, 2), (1, 3), (1, 2, 4))
+CANONICAL = replace(POLICIES["metal"], kv_step=1, chunks=((0, 64),), message_gap=8)
+
+
+def conversation(*messages: tuple[int, int]) -> list[int]:
+    """Messages of a kind and a number of tokens, and the beginning of a reply."""
+    texts = [[1, kind, *range(100 + 1000 * kind + n, 100 + 1000 * kind + n + 40)] for kind, n in messages]
+    return [*(token for text in texts for token in text), 1, 3]
+
+
+SYSTEM = (5, 0)
+
+
+def chats(runner: FakeRunner, budget: int = 1 << 40) -> Residents:
+    return Residents(
+        runner, count=4, budget=budget, max_context=100_000, marks=MARKS,  # type: ignore[arg-type]
+        sequence_bytes=lambda tokens, points: FIXED + tokens,
+    )  # fmt: skip
+
+
+def chat(pool: Residents, tokens: list[int], policy: Policy = CANONICAL) -> tuple[FakeSequence, int, str]:
+    """A request and its reply of 300 tokens: the sequence, how much of the prompt was there, and why."""
+    taken = pool.take(tokens, len(tokens) + 300)
+    assert taken is not None
+    sequence: FakeSequence = taken.sequence  # type: ignore[assignment]
+    start = sequence.resume(tokens)
+    for chunk in cut(tokens, start, policy, MARKS, taken.shared):
+        sequence.append(tokens[chunk.start : chunk.end])
+        if chunk.keep:
+            sequence.snapshot()
+    sequence.keep_only(kept_points(tokens, start, policy, MARKS, taken.shared))
+    sequence.append([9] * 300)
+    pool.give_back(taken)
+    return sequence, start, taken.reason
+
+
+def test_a_conversation_comes_back_as_it_was_after_another_one() -> None:
+    pool = chats(FakeRunner(CANONICAL))
+    first = [SYSTEM, (2, 1), (3, 1), (2, 2)]
+    a, start, reason = chat(pool, conversation(*first))
+    assert (start, reason) == (0, "cold")
+    b, start, reason = chat(pool, conversation(SYSTEM, (2, 7)))  # departs at the end of the system message
+    assert b is not a
+    assert (start, reason) == (42, "diverged at token 44")
+    again, start, reason = chat(pool, conversation(*first, (3, 2), (2, 3)))
+    assert again is a
+    assert (start, reason) == (42 * 4, "hit")
+
+
+def test_an_edited_message_is_another_conversation() -> None:
+    pool = chats(FakeRunner(CANONICAL))
+    long = [(2 + n % 2, n) for n in range(20)]
+    a, _, _ = chat(pool, conversation(SYSTEM, *long, (2, 90)))
+    edited, start, _ = chat(pool, conversation(SYSTEM, *long, (2, 91)))
+    assert edited is not a
+    assert start > 0
+    assert chat(pool, conversation(SYSTEM, *long, (2, 90), (3, 90), (2, 92)))[0] is a
+
+
+def test_a_new_turn_goes_on_although_the_thoughts_of_the_last_one_are_dropped() -> None:
+    pool = chats(FakeRunner(CANONICAL))
+    loop = [(3, 1), (2, 2), *[(3, n) for n in range(10, 40)]]
+    a, _, _ = chat(pool, conversation(SYSTEM, (2, 1), *loop))
+    again, start, reason = chat(pool, conversation(SYSTEM, (2, 1), (3, 1), (2, 2), (3, 500), (2, 3)))
+    assert again is a
+    assert (start, reason) == (42 * 4, "hit")
+
+
+def test_title_tags_and_questions_beside_a_chat_do_not_take_its_place() -> None:
+    """As Open WebUI asks for them after each reply, in parallel and with other texts first."""
+    pool = chats(FakeRunner(CANONICAL))
+    talk = [(2, 1)]
+    a, _, _ = chat(pool, conversation(*talk))
+    for turn in range(2, 8):
+        for kind in (20, 40, 60):  # other first messages, with the chat inside
+            assert chat(pool, conversation((2, kind * 100), (2, turn)))[0] is not a
+        talk += [(3, turn), (2, turn)]
+        same, start, reason = chat(pool, conversation(*talk))
+        assert (same, reason) == (a, "hit")
+        assert start >= 42 * (len(talk) - 2)
+
+
+def test_what_costs_least_to_read_again_gives_way() -> None:
+    runner = FakeRunner(CANONICAL, fixed=FIXED, state=50)
+    pool = chats(runner, budget=5000)
+    long, short = conversation(*[(2 + n % 2, n) for n in range(60)]), conversation((2, 700))
+    a, _, _ = chat(pool, long)
+    b, _, _ = chat(pool, short)
+    chat(pool, conversation((2, 800), *[(2 + n % 2, n + 100) for n in range(40)]))
+    assert runner.released == [b]
+    assert chat(pool, [*long, 7])[0] is a
+    assert chat(pool, short)[2] == "cold"  # it was too short to be worth remembering
+
+
+def test_that_something_was_evicted_is_said() -> None:
+    runner = FakeRunner(CANONICAL, fixed=FIXED)
+    pool = chats(runner, budget=4000)
+    long = conversation(*[(2 + n % 2, n) for n in range(60)])
+    chat(pool, long)
+    chat(pool, conversation((2, 900), *[(2 + n % 2, n + 100) for n in range(60)]))
+    assert chat(pool, [*long, 7])[1:] == (0, "evicted")

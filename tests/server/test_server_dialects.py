@@ -99,8 +99,8 @@ def test_counts_and_times_are_in_the_last_object() -> None:
         "prompt_tokens": 14, "completion_tokens": 4, "total_tokens": 18, "prompt_tokens_details": {"cached_tokens": 4}
     }  # fmt: skip
     times = {
-        "cache_n": 4, "prompt_n": 10, "prompt_ms": 2000.0, "prompt_per_second": 5.0, "predicted_n": 4,
-        "predicted_ms": 4000.0, "predicted_per_second": 0.75,
+        "cache_n": 4, "cache_reason": "cold", "prompt_n": 10, "prompt_ms": 2000.0, "prompt_per_second": 5.0,
+        "predicted_n": 4, "predicted_ms": 4000.0, "predicted_per_second": 0.75,
     }  # fmt: skip
     whole = ChatReply(HEAD, Request({}), token_bytes).whole(completion("a"))
     assert (whole["usage"], whole["timings"]) == (counts, times)

@@ -47,7 +47,8 @@ def test_cached_tokens_and_timings_are_told_in_the_names_of_llama_server(server:
     assert cached > 0
     timings = got.model_extra["timings"]
     assert set(timings) == {
-        "cache_n", "prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_second",
+        "cache_n", "cache_reason", "prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms",
+        "predicted_per_second",
     }  # fmt: skip
     assert (timings["cache_n"], timings["prompt_n"]) == (cached, got.usage.prompt_tokens - cached)
     assert timings["predicted_n"] == got.usage.completion_tokens
