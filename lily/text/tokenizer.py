@@ -27,6 +27,7 @@ import tokenizers
 from lily.checkpoint.library_errors import is_panic, pass_on_unless_of_library
 from lily.checkpoint.strict_json import read_bytes, read_object
 from lily.errors import CheckpointError, InvalidRequestError, show
+from lily.text.segments import MARK, Segments, can_cut
 
 # Prompts are encoded one at a time, so the library's worker threads would only idle, and it warns about them after
 # every fork. Whoever has set the variable knows better.
@@ -86,6 +87,10 @@ class Tokenizer:
         self.token_bytes = _bytes_of_every_id(backend, self.num_tokens, frozenset(added))
         self.token_bytes.extend([b""] * (vocab_size - self.num_tokens))
         self.eos_ids = tuple(self._id_of_eos(token) for token in eos_tokens)
+        # One that is found in normalised text, or takes the space around it, is not found before everything else.
+        plain = [t.content for t in added.values() if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
+        whole = len(plain) == len(added) and can_cut(plain)
+        self._segments = Segments(self._encode_all) if whole else None
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
@@ -119,9 +124,9 @@ class Tokenizer:
         try:
             if plain:
                 return self._encode_plain(text)
-            # Of the library's encoders this one releases the GIL and skips offsets that nobody reads.
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = encoding.ids
+            if self._segments is not None and not add_special_tokens and MARK in text:
+                return self._segments.encode(text)
+            [ids] = self._encode_all([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
             pass_on_unless_of_library(error)
             raise InvalidRequestError(
@@ -145,6 +150,11 @@ class Tokenizer:
         """Id of the token spelled ``token`` (base tokens in the byte-level alphabet: ``Ġthe``), or None."""
         id: int | None = self._backend.token_to_id(token)
         return id
+
+    def _encode_all(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        # Of the library's encoders this one releases the GIL and skips offsets that nobody reads.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def _encode_plain(self, text: str) -> list[int]:
         # The library has a switch for this (encode_special_tokens), but it changes the shared object, and it leaves
