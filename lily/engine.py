@@ -38,7 +38,7 @@ from lily.run.budget import SOME_LENGTH, Budget, plan_context, residents_bytes, 
 from lily.run.chunks import cut, kept_points
 from lily.run.points import Marks
 from lily.run.requests import Request, Scheduling
-from lily.run.residents import Resident, Residents
+from lily.run.residents import Resident, Residents, Slot
 from lily.run.runner import Runner
 from lily.run.scheduler import Scheduler, Task, Work
 from lily.run.sequence import check_context
@@ -205,6 +205,10 @@ class Engine:
             "ablate": sorted(self._policy.ablate),
             "notes": list(self._notes),
         }
+
+    def slots(self) -> list[Slot]:
+        """The conversations that are on the device, and whether a request uses them. Waits for nothing."""
+        return self._residents.slots
 
     # ---- text
     def generate(

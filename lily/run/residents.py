@@ -47,6 +47,15 @@ class Resident:
     reason: str = "cold"
 
 
+class Slot(NamedTuple):
+    """What is to be known of a resident from outside: tokens and states that it holds, and their bytes."""
+
+    tokens: int
+    states: int
+    nbytes: int
+    in_use: bool
+
+
 class _Loss(NamedTuple):
     """What may give way: a kept point of a sequence, or without ``point`` all of it."""
 
@@ -81,6 +90,14 @@ class Residents:
     def sequences(self) -> list[Sequence]:
         """All of them."""
         return [resident.sequence for resident in self._all]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """How things stand. For any thread: every figure is true at some moment while they are looked at."""
+        return [
+            Slot(len(r.sequence.tokens), len(r.sequence.points), r.sequence.held, r.reserved > 0)
+            for r in list(self._all)
+        ]
 
     def _new(self) -> Sequence:
         return self._runner.sequence(max_context=self._max_context)

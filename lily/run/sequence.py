@@ -50,12 +50,12 @@ class Sequence(History):
     @property
     def nbytes(self) -> int:
         """Device bytes in use."""
-        return sum(b.nbytes for b in self.buffers.values())
+        return sum(b.nbytes for b in list(self.buffers.values()))
 
     @property
     def held(self) -> int:
         """Bytes in use with the kept states, which lie in the host's memory."""
-        kept: int = sum(state.nbytes for state in self.points.values())
+        kept: int = sum(state.nbytes for state in list(self.points.values()))  # other threads ask, too
         return self.nbytes + kept
 
     def array(self, name: str, dtype: Any) -> np.ndarray[Any, Any]:

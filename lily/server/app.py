@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -33,6 +33,7 @@ from lily.server.errors import RequestError, as_request_error
 from lily.server.fields import json_object
 from lily.server.guards import Guards, read_body, refusal
 from lily.server.messages import MessagesReply, read_messages
+from lily.server.metrics import CONTENT_TYPE, Metrics, props, slots
 from lily.server.outgoing import Outgoing
 from lily.server.relay import GONE, STALLED, STOPPING, Relay
 from lily.server.replies import Reply
@@ -76,6 +77,7 @@ class App:
         self._model = Model.of(engine, settings)
         self._created = int(time.time())
         self._relays: set[Relay] = set()  # replies that the engine has not let go of
+        self._metrics = Metrics(engine, lambda: self.requests)
         self._app = Guards(self._router(), settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,6 +97,9 @@ class App:
     def _router(self) -> Router:
         endpoints: dict[str, _Endpoint] = {
             "/health": _Endpoint(self.told, "GET", self._health),
+            "/metrics": _Endpoint(self.told, "GET", self._metrics_text),
+            "/props": _Endpoint(self.told, "GET", self._props),
+            "/slots": _Endpoint(self.told, "GET", self._slots),
             "/v1/models": _Endpoint(self.told, "GET", self._models),
             "/v1/models/{name:path}": _Endpoint(self.told, "GET", self._one_model),
         }
@@ -110,6 +115,15 @@ class App:
         status = "closed" if self.engine.closed else "stopping" if self.stopping else "ok"
         body = {"status": status, "requests": self.requests}
         return JSONResponse(body, status_code=200 if status == "ok" else 503)
+
+    async def _metrics_text(self, http: HttpRequest) -> ASGIApp:
+        return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _props(self, http: HttpRequest) -> ASGIApp:
+        return JSONResponse(props(self.engine, self.settings))
+
+    async def _slots(self, http: HttpRequest) -> ASGIApp:
+        return JSONResponse(slots(self.engine))
 
     async def _models(self, http: HttpRequest) -> ASGIApp:
         model = self._model_object()
@@ -170,12 +184,15 @@ class App:
             except Exception as error:
                 if relay.ended in (GONE, STALLED):
                     LOG.info("%s: %s", path, relay.ended)
+                    self._metrics.failed(path, "gone" if relay.ended == GONE else "stalled")
                     return
                 over = relay.ended == STOPPING or self.engine.closed
                 failure = _stopping() if over else self.told(error, request.prompt_field)
                 LOG.info("%s %d: %s", path, failure.status, failure.code or failure.param)
+                self._metrics.failed(path, str(failure.status))
                 await outgoing.fail(failure, reply if request.stream else None, scope, receive)
             else:
+                self._metrics.done(path, done)
                 LOG.info("%s 200: %s", path, _figures(done, time.monotonic() - began))
 
     @asynccontextmanager
@@ -229,7 +246,7 @@ class _Endpoint:
 
 
 async def _nothing_there(http: HttpRequest) -> ASGIApp:
-    paths = ", ".join((*DIALECTS, "/v1/models", "/health", *ANSWERS))
+    paths = ", ".join((*DIALECTS, "/v1/models", "/health", "/metrics", "/props", "/slots", *ANSWERS))
     raise RequestError(404, f"there is nothing at this path; there are {paths}", code="not_found")
 
 
