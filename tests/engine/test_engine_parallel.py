@@ -40,13 +40,13 @@ def prompt(number: int, length: int = 20) -> list[int]:
 
 @pytest.fixture(scope="module")
 def several(device: Target) -> Iterator[Engine]:
-    with policy(**SMALL), open_engine(tiny_model(), max_context=256, sequences=3) as engine:
+    with policy(**SMALL, part_rows=8), open_engine(tiny_model(), max_context=256, sequences=3) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def cold(device: Target) -> Iterator[Any]:
-    """What a request gives in an engine that knows nothing yet."""
+    """What a request gives in an engine that knows nothing yet, its chunks in one piece."""
     with policy(**SMALL), open_engine(tiny_model(), max_context=256) as engine:
 
         def ask(tokens: list[int], count: int) -> Completion:
