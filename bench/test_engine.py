@@ -29,6 +29,12 @@ def prompt(engine):
     return [i * 2654435761 % 2**32 % n for i in range(PROMPT)]
 
 
+def forget(engine):
+    """Nothing is there for the next prompt."""
+    for sequence in engine._residents.sequences:
+        sequence.reset()
+
+
 def rate(benchmark, tokens):
     benchmark.extra_info["tokens per second"] = round(tokens / benchmark.stats.stats.median, 1)
 
@@ -37,7 +43,7 @@ def test_prefill(benchmark, engine, prompt):
     """A prompt of 512 tokens to its first token."""
 
     def run():
-        engine._sequence.reset()
+        forget(engine)
         engine.generate(prompt, max_tokens=1, temperature=0.0)
 
     benchmark.pedantic(run, rounds=5, warmup_rounds=1)
@@ -59,7 +65,7 @@ def test_decode(benchmark, engine, prompt, how):
     """64 tokens after a prompt of 512, the prompt not counted."""
 
     def start():
-        engine._sequence.reset()
+        forget(engine)
         stream = engine.stream(prompt, max_tokens=STEPS + 1, ignore_eos=True, **SAMPLING[how])
         next(stream)
         return (stream,), {}
@@ -80,7 +86,7 @@ def test_second_turn(benchmark, engine):
     second = [*first, {"role": "assistant", "content": reply.text}, {"role": "user", "content": "And then?"}]
 
     def start():
-        engine._sequence.reset()
+        forget(engine)
         engine.chat(first, **options)
 
     done = benchmark.pedantic(lambda: engine.chat(second, **options), setup=start, rounds=5, warmup_rounds=1)

@@ -13,6 +13,12 @@ import time
 import lily
 
 
+def forget(engine: lily.Engine) -> None:
+    """Nothing is there for the next prompt."""
+    for sequence in engine._residents.sequences:
+        sequence.reset()
+
+
 def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
     engine = lily.Engine(model, device="cpu", threads=threads, max_context=4096)
@@ -21,7 +27,7 @@ def main() -> None:
     for line in sys.stdin:
         prompt, steps = json.loads(line)
         ids = [i * 2654435761 % 2**32 % vocab for i in range(prompt)]
-        engine._sequence.reset()
+        forget(engine)
         stream = engine.stream(ids, max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
         begin = time.perf_counter()
         next(stream)
