@@ -410,15 +410,15 @@ class Engine:
                     sequence.snapshot()
                 request.put(_Progress(chunk.end, total))
             yield total - last.start
+            sequence.keep_only(kept_points(tokens, cached, self._policy, self._marks, resident.shared))
+            reply = yield from runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
         except GeneratorExit:  # cancelled: what has been read stays
             sequence.snapshot()
             raise
-        sequence.keep_only(kept_points(tokens, cached, self._policy, self._marks, resident.shared))
         text = ReplyText(
             self.tokenizer, tokens, params, hidden=self.skip_ids(), stop_ids=frozenset(stop_ids), form=form,
             cached=cached, began=began, reuse=resident.reason,
         )  # fmt: skip
-        reply = yield from runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
         try:
             request.put(_Progress(total, total))
             while (token := reply.next()) is not None:

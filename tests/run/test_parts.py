@@ -24,6 +24,8 @@ from lily.engine import Engine
 from lily.errors import DeviceError
 from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.run.reply import Reply
+from lily.run.requests import Request
+from lily.run.residents import Resident
 from lily.run.runner import ATTEMPTS, WITHIN, Runner, whole
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams
@@ -151,6 +153,17 @@ def test_a_chunk_that_nobody_wants_any_more_is_taken_back(engine, sequences, in_
     assert state(sequence) == before
     reply = whole(runner.start(sequence, LONG[ROWS:], HOW, (), TOKENS))
     assert (read(reply), state(sequence)) == in_one_piece[0]
+
+
+def test_a_prompt_that_is_cancelled_within_a_chunk_keeps_what_was_read(engine, sequences):
+    """Where rows are not invariant this is the last chunk."""
+    sequence = sequences[0]
+    work = engine._reply(Request(), LONG, HOW, (), TOKENS, None, Resident(sequence))
+    while next(work) != WITHIN or len(sequence.tokens) <= ROWS:
+        pass
+    work.close()
+    assert sequence.tokens == LONG[:ROWS]
+    assert ROWS in sequence.points
 
 
 def stopping(at: set[int], *, again: bool) -> Any:
