@@ -35,6 +35,7 @@ from lily.server.guards import Guards, read_body, refusal
 from lily.server.messages import MessagesReply, read_messages
 from lily.server.metrics import CONTENT_TYPE, Metrics, props, slots
 from lily.server.outgoing import Outgoing
+from lily.server.page import FILES, page_file
 from lily.server.relay import GONE, STALLED, STOPPING, Relay
 from lily.server.replies import Reply
 from lily.server.requests import Model, Request, open_stream
@@ -103,6 +104,8 @@ class App:
             "/v1/models": _Endpoint(self.told, "GET", self._models),
             "/v1/models/{name:path}": _Endpoint(self.told, "GET", self._one_model),
         }
+        for path in FILES:
+            endpoints[path] = _Endpoint(self.told, "GET", _page)
         for path, dialect in DIALECTS.items():
             endpoints[path] = _Endpoint(self.told, "POST", partial(self._generate, dialect), dialect.field)
         for path, answer in ANSWERS.items():
@@ -243,6 +246,10 @@ class _Endpoint:
             failure = self._told(error, self._field)
             LOG.info("%s %d: %s", show(scope["path"]), failure.status, failure.code or failure.param)
             await refusal(failure, scope["path"])(scope, receive, send)
+
+
+async def _page(http: HttpRequest) -> ASGIApp:
+    return page_file(http.url.path)
 
 
 async def _nothing_there(http: HttpRequest) -> ASGIApp:

@@ -21,10 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lily.errors import show
 from lily.server.errors import RequestError
+from lily.server.page import FILES
 from lily.server.settings import Settings
 
-OPEN_PATHS = frozenset({"/health"})
-"""What needs no key."""
+OPEN_PATHS = frozenset({"/health", *FILES})
+"""What needs no key: the page asks for it where it needs one itself."""
 
 _METHODS, _PREFLIGHT_SECONDS = "GET, POST", "600"
 

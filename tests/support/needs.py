@@ -16,6 +16,7 @@ REAL_DATA = (
     "model.safetensors.index.json and tokenizer/"
 )
 QEMU = "no qemu-aarch64, which runs the NEON kernels; remedy: apt-get install qemu-user"
+CHROMIUM = "no chromium with its driver, which shows the chat page; remedy: apt-get install chromium chromium-driver"
 UNSHARE = "unshare is not permitted, which takes the network away; remedy: run the tests as root"
 
 

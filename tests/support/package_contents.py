@@ -15,7 +15,7 @@ IN_BOTH = (".py", ".pyi", "py.typed")
 IN_SDIST = (".c", ".m", ".h", ".pyx", ".pxd")
 IN_NEITHER = ("README.md",)
 # Folders whose files are data: all of them are in both.
-DATA = ("lily/models/", "lily/msl/include/")
+DATA = ("lily/models/", "lily/msl/include/", "lily/server/web/")
 # What building leaves in a checkout.
 BUILT = (".so", ".dylib", ".pyc", ".metallib", "metallib.stamp")
 
