@@ -44,6 +44,8 @@ from lily.run.scheduler import Scheduler, Task, Work
 from lily.run.sequence import check_context
 from lily.sampling import Sampling, SamplingParams, check_ids, checkpoint_defaults, make_params
 from lily.streaming import Completion, ReplyChunks, Stream
+from lily.text.demands import NONE, Demands, Tools, demands_of, offered_tools
+from lily.text.guide import Guide, Guides
 from lily.text.reply_parts import ReplyForm
 from lily.text.stops import stop_ids
 from lily.text.template import ChatTemplate, checked_options
@@ -67,6 +69,14 @@ class Score:
     logprobs: np.ndarray[Any, np.dtype[np.float32]]  # [n-1]
     top_ids: np.ndarray[Any, np.dtype[np.int32]]  # [n-1, k]
     top_logprobs: np.ndarray[Any, np.dtype[np.float32]]  # [n-1, k]
+
+
+class Chat(NamedTuple):
+    """What the reply to a chat begins with, the tools that it may call, and what it has to be."""
+
+    form: ReplyForm
+    tools: Tools | None = None
+    demands: Demands = NONE
 
 
 class Engine:
@@ -111,6 +121,7 @@ class Engine:
         own_stops = dict.fromkeys((*checkpoint.eos_token_ids, *self.tokenizer.eos_ids))
         # An id beyond the tokenizer's is a padding row, which is never drawn.
         self._stop_ids = tuple(id for id in own_stops if id < self.tokenizer.num_tokens)
+        self._guides = Guides(self.tokenizer)
         self._marks = Marks.of(self.tokenizer.encode, self.tokenizer.id_of)
 
     def _load(
@@ -239,22 +250,29 @@ class Engine:
 
     def request(
         self, prompt: str | Sequence[int], sampling: Mapping[str, Any], params: SamplingParams | None = None,
-        on_prompt: OnPrompt | None = None, form: ReplyForm | None = None, scheduling: Scheduling | None = None,
+        on_prompt: OnPrompt | None = None, chat: Chat | None = None, scheduling: Scheduling | None = None,
     ) -> Callable[[Request], ReplyChunks]:  # fmt: skip
-        """A checked request, to be run as a stream's chunks. form: of a chat's reply, which is split into its parts."""
+        """A checked request, to be run as a stream's chunks. chat: of what the reply is, if it is one to a chat.
+
+        What holds the reply to its demands is made here, in the caller's thread: a schema may take a while.
+        """
         self._check_open()
         tokens = self._prompt_tokens(prompt)
         used = make_params(self._defaults, sampling, params).with_seed()
         stops = self._stop_token_ids(used)
         check_ids(used, stops, self.tokenizer.num_tokens)
         on_prompt, scheduling = on_prompt or _nobody_waits, scheduling or Scheduling()
-        return partial(self._chunks, tokens, used, stops, on_prompt, form, scheduling)
+        guide = None if chat is None else self._guides.guide(chat.demands, chat.form, chat.tools, stops)
+        form = None if chat is None else chat.form
+        return partial(self._chunks, tokens, used, stops, on_prompt, form, guide, scheduling)
 
     @overload
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
         continuation: str = "", on_prompt: OnPrompt | None = None, scheduling: Scheduling | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None, parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None, reasoning_budget: int | None = None,
         stream: Literal[False] = False, **sampling: Unpack[Sampling],
     ) -> Completion: ...  # fmt: skip
 
@@ -263,6 +281,8 @@ class Engine:
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
         continuation: str = "", on_prompt: OnPrompt | None = None, scheduling: Scheduling | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None, parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None, reasoning_budget: int | None = None,
         stream: Literal[True], **sampling: Unpack[Sampling],
     ) -> Stream: ...  # fmt: skip
 
@@ -270,6 +290,8 @@ class Engine:
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *,
         tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None,
         continuation: str = "", on_prompt: OnPrompt | None = None, scheduling: Scheduling | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None, parallel_tool_calls: bool | None = None,
+        response_format: Mapping[str, Any] | None = None, reasoning_budget: int | None = None,
         stream: bool = False, **sampling: Unpack[Sampling],
     ) -> Completion | Stream:  # fmt: skip
         """The assistant's reply to OpenAI-style ``messages``, rendered with the checkpoint's chat template.
@@ -277,14 +299,31 @@ class Engine:
         It comes in its parts: reasoning, content (``text``), and calls of ``tools``; without ``tools`` what looks like
         a call is content. Stop strings are looked for in the content. ``continuation``: the beginning of the reply,
         which goes on after it. ``on_prompt`` and ``scheduling`` as in ``stream``.
+
+        ``tool_choice`` (auto, none, required, or a function), ``parallel_tool_calls`` and ``response_format`` (text,
+        json_object, json_schema) are OpenAI's: the reply is held to them token by token, once its reasoning has ended.
+        ``reasoning_budget``: the reasoning is ended after so many tokens.
         """
+        demands = demands_of(
+            tools, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, response_format=response_format,
+            reasoning_budget=reasoning_budget,
+        )  # fmt: skip
+        tools = offered_tools(tools, tool_choice)
         tokens = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs, continuation=continuation)
-        request = self.request(tokens, sampling, params, on_prompt, self.reply_form(tokens, tools), scheduling)
-        reply = Stream(request)
+        reply = Stream(self.chat_request(tokens, sampling, params, on_prompt, tools, demands, scheduling))
         if stream:
             return reply
         with reply:
             return reply.completion(alone=True)
+
+    def chat_request(
+        self, tokens: Sequence[int], sampling: Mapping[str, Any], params: SamplingParams | None = None,
+        on_prompt: OnPrompt | None = None, tools: Tools | None = None, demands: Demands = NONE,
+        scheduling: Scheduling | None = None,
+    ) -> Callable[[Request], ReplyChunks]:  # fmt: skip
+        """A checked request of the rendered chat ``tokens``, whose reply is held to ``demands``."""
+        chat = Chat(self.reply_form(tokens, tools), tools, demands)
+        return self.request(tokens, sampling, params, on_prompt, chat, scheduling)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -385,15 +424,15 @@ class Engine:
 
     def _chunks(
         self, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], on_prompt: OnPrompt,
-        form: ReplyForm | None, scheduling: Scheduling, request: Request,
+        form: ReplyForm | None, guide: Guide | None, scheduling: Scheduling, request: Request,
     ) -> ReplyChunks:  # fmt: skip
         limit = params.limit(self.max_context - len(tokens))
-        work = partial(self._reply, request, tokens, params, stop_ids, limit, form)
+        work = partial(self._reply, request, tokens, params, stop_ids, limit, form, guide)
         yield from self._received(Task(request, tokens, len(tokens) + limit, work, scheduling), on_prompt)
 
     def _reply(
         self, request: Request, tokens: list[int], params: SamplingParams, stop_ids: tuple[int, ...], limit: int,
-        form: ReplyForm | None, resident: Resident,
+        form: ReplyForm | None, guide: Guide | None, resident: Resident,
     ) -> Work:  # fmt: skip
         """The engine's work on a prompt and its reply; what comes of it is put into ``request``."""
         began, runner, total = time.perf_counter(), self._runner, len(tokens)
@@ -411,7 +450,7 @@ class Engine:
                 request.put(_Progress(chunk.end, total))
             yield total - last.start
             sequence.keep_only(kept_points(tokens, cached, self._policy, self._marks, resident.shared))
-            reply = yield from runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit)
+            reply = yield from runner.start(sequence, tokens[last.start : last.end], params, stop_ids, limit, guide)
         except GeneratorExit:  # cancelled: what has been read stays
             sequence.snapshot()
             raise

@@ -49,7 +49,7 @@ STRUCTS: dict[str, tuple[str, ...]] = {
         "i32 count",  # tokens generated so far in this request
         "i32 stopped",  # an earlier step sampled a stop id: what follows is ignored by the host
     ),
-    # Written by the host at the start of a request.
+    # Written by the host at the start of a request; of one that is held to a mask, ``masked`` before each token.
     "Request": (
         "f32 temperature",  # 0 is greedy
         "f32 top_p",  # 1 is off
@@ -65,6 +65,7 @@ STRUCTS: dict[str, tuple[str, ...]] = {
         "i32 bias_count",
         "i32 stop_count",
         "i32 top_logprobs",  # 0..MAX_TOP_LOGPROBS
+        "i32 masked",  # 1: ids whose bit of the mask is 0 are never drawn; 0: the mask is not read
         f"i32 stop_ids[{MAX_STOP_IDS}]",
     ),
     # One per generated token, in a ring of OUTPUT_RING entries indexed by Step.count.
@@ -560,10 +561,11 @@ kernel(
     "sample_logits",
     """Group i, its slice: y = logits + bias; then, for ids among the last Request.repetition_window of history (prompt
     and reply, positions < Step.position+Step.rows), y>0 ? y/penalty : y·penalty; then - presence·[counts>0]
-    - frequency·counts. Ids >= Request.vocab take no part. stats[i] = (max of raw logits, Σexp(raw - max), max of y,
-    Σexp(y - max)); flags as in argmax.""",
+    - frequency·counts; then, if Request.masked, -inf where bit id%32 of mask[id/32] is 0. Ids >= Request.vocab take no
+    part. stats[i] = (max of raw logits, Σexp(raw - max), max of y, Σexp(y - max)), a sum of nothing being 0; flags as
+    in argmax.""",
     """step:r:Step request:r:Request logits:r:f32[V] bias_ids:r:i32[b] bias_values:r:f32[b] history:r:i32[n]
-    counts:r:u32[V] y:w:f32[V] stats:w:f32[G,4] flags:w:i32[G]""",
+    counts:r:u32[V] mask:r:u32[V/32] y:w:f32[V] stats:w:f32[G,4] flags:w:i32[G]""",
     "slice:u32",
     threads=256,
 )

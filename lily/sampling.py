@@ -251,6 +251,7 @@ def fill_request(
     record["seed_low"], record["seed_high"] = params.seed & 0xFFFFFFFF, params.seed >> 32
     record["vocab"] = vocab
     record["top_logprobs"] = params.logprobs or 0
+    record["masked"] = 0
     record["stop_count"] = len(stop_ids)
     record["stop_ids"][: len(stop_ids)] = stop_ids
     bias = params.logit_bias or {}

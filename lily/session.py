@@ -18,6 +18,7 @@ from lily.errors import InvalidRequestError, LilyError, show
 from lily.run.requests import Request, Scheduling
 from lily.sampling import Sampling, SamplingParams
 from lily.streaming import Completion, ReplyChunks, Stream, StreamChunk, ToolCallDelta
+from lily.text.demands import demands_of, offered_tools
 from lily.text.template import checked_options
 
 if TYPE_CHECKING:
@@ -42,32 +43,42 @@ class Session:
 
     def send(
         self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, scheduling: Scheduling | None = None,
-        **sampling: Unpack[Sampling],
+        tools: Sequence[Mapping[str, Any]] | None = None, tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None, response_format: Mapping[str, Any] | None = None,
+        reasoning_budget: int | None = None, scheduling: Scheduling | None = None, **sampling: Unpack[Sampling],
     ) -> Completion:  # fmt: skip
         """Adds a user message (or any message) and the reply to it; on an error the conversation is unchanged."""
-        with self.stream(message, params, tools=tools, scheduling=scheduling, **sampling) as stream:
+        with self.stream(
+            message, params, tools=tools, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format, reasoning_budget=reasoning_budget, scheduling=scheduling, **sampling,
+        ) as stream:  # fmt: skip
             return stream.completion()
 
     def stream(
         self, message: str | Mapping[str, Any], params: SamplingParams | None = None, *,
-        tools: Sequence[Mapping[str, Any]] | None = None, on_prompt: OnPrompt | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None, tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None, response_format: Mapping[str, Any] | None = None,
+        reasoning_budget: int | None = None, on_prompt: OnPrompt | None = None,
         scheduling: Scheduling | None = None, **sampling: Unpack[Sampling],
     ) -> Stream:  # fmt: skip
         """As ``send``, in chunks. A reply that is cancelled stays in the conversation as far as it came.
 
         The turn begins when its first chunk is asked for, and follows the messages that are there then. It is an
-        InvalidRequestError to begin one before the one before it has ended. ``on_prompt`` and ``scheduling`` as in
-        ``Engine.stream``.
+        InvalidRequestError to begin one before the one before it has ended. What is demanded of the reply as in
+        ``Engine.chat``, ``on_prompt`` and ``scheduling`` as in ``Engine.stream``.
         """
         turn = _turn_of(message)
         before = deepcopy(self.messages)
+        demands = demands_of(
+            tools, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, response_format=response_format,
+            reasoning_budget=reasoning_budget,
+        )  # fmt: skip
+        tools = offered_tools(tools, tool_choice)
 
         def request() -> Callable[[Request], ReplyChunks]:
             messages = [*self.messages, turn]
             prompt = self.engine.render_chat(messages, tools=tools, template_kwargs=self.template_kwargs)
-            form = self.engine.reply_form(prompt, tools)
-            return self.engine.request(prompt, sampling, params, on_prompt, form, scheduling)
+            return self.engine.chat_request(prompt, sampling, params, on_prompt, tools, demands, scheduling)
 
         checked = request()  # what is wrong with it is said at once
         return Stream(lambda made: self._turn(turn, lambda: (checked if self.messages == before else request())(made)))

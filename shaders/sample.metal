@@ -107,9 +107,10 @@ inline float2 slice_statistics(device const float *x, id_range range, threadgrou
 kernel void sample_logits(device const Step *step [[buffer(0)]], device const Request *request [[buffer(1)]],
     device const float *logits [[buffer(2)]], device const int *bias_ids [[buffer(3)]],
     device const float *bias_values [[buffer(4)]], device const int *history [[buffer(5)]],
-    device const uint *counts [[buffer(6)]], device float *y [[buffer(7)]], device float *stats [[buffer(8)]],
-    device int *flags [[buffer(9)]], constant sample_logits_params &p [[buffer(10)]],
-    uint group [[threadgroup_position_in_grid]], LILY_THREAD_ARGUMENTS) {
+    device const uint *counts [[buffer(6)]], device const uint *mask [[buffer(7)]], device float *y [[buffer(8)]],
+    device float *stats [[buffer(9)]], device int *flags [[buffer(10)]],
+    constant sample_logits_params &p [[buffer(11)]], uint group [[threadgroup_position_in_grid]],
+    LILY_THREAD_ARGUMENTS) {
     threadgroup atomic_uint seen[SAMPLE_SLICE / 32];
     threadgroup float partial[LANES];
     threadgroup uint any[LANES];
@@ -119,6 +120,7 @@ kernel void sample_logits(device const Step *step [[buffer(0)]], device const Re
     const float repetition = request->repetition_penalty;
     const float presence = request->presence_penalty, frequency = request->frequency_penalty;
     const bool repeats = repetition != 1 && window > 0, counted = presence != 0 || frequency != 0;
+    const bool masked = request->masked != 0;
     add_bias(logits, bias_ids, bias_values, request->bias_count, range, y, at);
     if (repeats) mark_seen(seen, range, history, max(tokens - window, 0), tokens, at);
     bool bad = false;
@@ -129,6 +131,7 @@ kernel void sample_logits(device const Step *step [[buffer(0)]], device const Re
         if (repeats && (atomic_load_explicit(&seen[i / 32], memory_order_relaxed) >> i % 32 & 1) != 0)
             v = v > 0 ? v / repetition : v * repetition;
         if (counted && counts[id] > 0) v = v - presence - frequency * float(counts[id]);
+        if (masked && (mask[id / 32] >> id % 32 & 1) == 0) v = -INFINITY;
         y[id] = v;
     }
     bad = group_any(bad, any, at);

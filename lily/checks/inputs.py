@@ -107,7 +107,7 @@ class _Inputs:
             "temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "top_k": 0 if self.case.size.name == "small" else 2,
             "repetition_penalty": 1.1, "repetition_window": 20, "presence_penalty": 0.2, "frequency_penalty": 0.1,
             "seed_low": 12345, "seed_high": 678, "vocab": vocab - 3, "bias_count": _BIASES, "stop_count": 2,
-            "top_logprobs": 5,
+            "top_logprobs": 5, "masked": 1,
         }  # fmt: skip
         for name, value in values.items():
             out[name] = value
@@ -245,6 +245,12 @@ class _Inputs:
         ids = self.rng.choice(self.case.config.vocab_size - 3, _BIASES, replace=False)
         return np.resize(ids, size).astype(np.int32)
 
+    def mask(self, size: int) -> Array:
+        """A quarter of the ids is masked out."""
+        words: Array = self.rng.integers(0, 1 << 32, (2, size), dtype=np.uint32)
+        either: Array = words[0] | words[1]
+        return either
+
     def target(self, size: int) -> Array:
         out = self.token_ids(size)
         out[::5] = -1
@@ -262,6 +268,7 @@ _MAKERS: dict[str, Callable[[_Inputs, int], Array]] = {
     "part_o": _Inputs.noise, "part_ml": _Inputs.part_ml, "offsets": _Inputs.offsets, "order": _Inputs.order,
     "blocks": _Inputs.blocks, "best": _Inputs.best, "stats": _Inputs.stats, "cut": _Inputs.cut,
     "flags": _Inputs.zeros, "history": _Inputs.token_ids, "bias_ids": _Inputs.bias_ids, "bias_values": _Inputs.noise,
+    "mask": _Inputs.mask,
     "target": _Inputs.target, "top_ids": _Inputs.whole, "top_values": _Inputs.noise, "counts": _Inputs.whole,
     "src": _Inputs.octets,
 }  # fmt: skip

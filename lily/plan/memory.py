@@ -79,6 +79,7 @@ def step_buffers(config: ModelConfig, policy: Policy, kv_tokens: int) -> dict[st
         "outputs": structs.OUTPUT.itemsize * OUTPUT_RING,
         "bias.ids": MAX_BIAS * 4,
         "bias.values": MAX_BIAS * 4,
+        "mask": -(-config.vocab_size // 32) * 4,
         "history": (kv_tokens + OUTPUT_RING) * 4,
         "counts": config.vocab_size * 4,
         "hidden": config.hidden_size * BYTES[policy.act],

@@ -14,7 +14,8 @@ from lily.plan.weights_map import align
 def sample_plan(b: Builder, *, greedy: bool, logprobs: bool) -> Plan:
     """Logits of ``hidden``, a token to ``outputs``, ``ids.out`` and ``step.out``.
 
-    ``greedy`` takes the largest raw logit: no penalty, no bias, temperature 0.  ``logprobs`` adds log-probabilities.
+    ``greedy`` takes the largest raw logit: no penalty, no bias, no mask, temperature 0.  ``logprobs`` adds
+    log-probabilities.
     """
     p, v = b.policy, b.config.vocab_size
     slices = groups(v, p.sample_slice)
@@ -30,8 +31,8 @@ def sample_plan(b: Builder, *, greedy: bool, logprobs: bool) -> Plan:
     else:
         b.dispatch(
             "sample_logits", (slices,), logits=logits, bias_ids=b.fixed("bias.ids"), bias_values=b.fixed("bias.values"),
-            history=b.fixed("history"), counts=b.fixed("counts"), y=m.y, stats=m.stats, flags=m.flags,
-            slice=p.sample_slice,
+            history=b.fixed("history"), counts=b.fixed("counts"), mask=b.fixed("mask"), y=m.y, stats=m.stats,
+            flags=m.flags, slice=p.sample_slice,
         )  # fmt: skip
         if logprobs:
             b.dispatch("top_logprobs", (1,), logits=logits, top_ids=m.top_ids, top_values=m.top_values, count=v)

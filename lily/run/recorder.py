@@ -82,8 +82,9 @@ class Recorder:
         covered = min(self.policy.kv_tokens(len(sequence.tokens) + 1), sequence.max_context)
         return Key("decode", 1, 0, covered)
 
-    def sample_key(self, sequence: Sequence, params: SamplingParams) -> Key:
-        option = LOGPROBS if params.logprobs is not None else GREEDY if params.greedy else SAMPLED
+    def sample_key(self, sequence: Sequence, params: SamplingParams, *, masked: bool = False) -> Key:
+        """masked: whether some of the tokens are held to a mask, of which the greedy plan knows nothing."""
+        option = LOGPROBS if params.logprobs is not None else GREEDY if params.greedy and not masked else SAMPLED
         return Key("sample", 1, option, sequence.kv_tokens)
 
     # ---- lists

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens of one reply: decode steps of one sequence, two of them in flight, read one at a time.
 
+A token that may not be any is a step of its own: what it may be follows from the one before it, and the sampler reads
+that from a mask.  Forced tokens go the same way, each a decode step: they are few, and no second way has to be right.
+The pass of such a step is not submitted ahead of its mask: a mask takes the host microseconds (bench/RESULTS.md).
 Not handled: the prompt (runner.py); text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from lily import structs
 from lily.device.device import Device
@@ -15,6 +20,7 @@ from lily.kernels import OUTPUT_RING, STATUS_NONFINITE
 from lily.run._submit import DecodePipeline
 from lily.run.recorder import Key, Recorder
 from lily.run.sequence import Sequence
+from lily.text.guide import Guide
 
 
 @dataclass(frozen=True)
@@ -34,20 +40,35 @@ class Reply:
     Lists are recorded for a range of positions, so a long reply goes in spans: ``_point_pipeline`` begins one.
     """
 
-    def __init__(self, recorder: Recorder, sequence: Sequence, sample: Key, limit: int, *, logprobs: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, sequence: Sequence, sample: Key, limit: int, *, logprobs: bool,
+        guide: Guide | None = None,
+    ) -> None:  # fmt: skip
+        """Writes what the first token may be; nothing of the sequence is in flight."""
         self.sequence, self.limit = sequence, limit
         self._recorder, self._device = recorder, recorder.device
-        self._sample, self._logprobs = sample, logprobs
+        self._sample, self._logprobs, self._guide = sample, logprobs, guide
         self._outputs = sequence.buffers["outputs"].array(structs.OUTPUT)
         self._pipeline = _pipeline(recorder.device, sequence)
         self._produced = 0  # tokens that were read
         self._span = 0  # tokens that the lists in use can give
         self._last = 0  # the id that was read last
+        self._free = self._hold()
 
     def begin(self, ticket: int) -> None:
         """``ticket`` is the prompt's last chunk with its sampling; nothing else of the sequence is in flight."""
         self._point_pipeline()
         self._pipeline.adopt(ticket)
+
+    def _hold(self) -> int:
+        """Writes what the next token may be; of how many tokens it holds that they are steps like any other."""
+        if self._guide is None:
+            return self.limit
+        free = self._guide.free
+        self.sequence.array("request", structs.REQUEST)["masked"] = not free
+        if not free:
+            self._guide.write(self.sequence.array("mask", np.uint32))
+        return max(free, 1)
 
     def _point_pipeline(self) -> None:
         """Points the pipeline at the lists for this position; nothing of the sequence is in flight."""
@@ -56,7 +77,7 @@ class Reply:
         handles = self._handles()
         depth = 1 if self._recorder.policy.ablated("handoff") else 2
         first = 1 if self._produced == 0 else 0  # the first token of a request needs no row of the KV cache
-        self._span = min(self.limit - self._produced, key.kv_tokens - len(self.sequence.tokens) + first)
+        self._span = min(self.limit - self._produced, key.kv_tokens - len(self.sequence.tokens) + first, self._free)
         self._pipeline.begin(handles[0], handles[1], self.sequence.slot, depth, self._produced, self._span)
 
     def _handles(self) -> list[list[int]]:
@@ -89,6 +110,8 @@ class Reply:
             )
         self._produced += 1
         self._last = id
+        if self._guide is not None:
+            self._guide.take(id)
         return self._token(id, position, status, logprob)
 
     def _token(self, id: int, position: int, status: int, logprob: float) -> Token:
@@ -106,6 +129,7 @@ class Reply:
     def _extend(self) -> None:
         """The span ends here and nothing is in flight: room for more if need be, and the next span."""
         self._recorder.reserve_kv(self.sequence, len(self.sequence.tokens) + 1)
+        self._free = self._hold()
         self._point_pipeline()
 
     def _check_failure(self) -> None:

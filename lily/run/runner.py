@@ -25,6 +25,7 @@ from lily.run.recorder import Key, Recorder
 from lily.run.reply import Reply
 from lily.run.sequence import Sequence
 from lily.sampling import SamplingParams, fill_request
+from lily.text.guide import Guide
 
 ATTEMPTS = 3  # at a chunk of the prompt
 
@@ -84,9 +85,9 @@ class Runner:
 
     def start(
         self, sequence: Sequence, chunk: abc.Sequence[int], params: SamplingParams, stop_ids: abc.Sequence[int],
-        limit: int,
+        limit: int, guide: Guide | None = None,
     ) -> Parts[Reply]:  # fmt: skip
-        """Runs the prompt's last ``chunk`` with its sampling; at most ``limit`` tokens will come.
+        """Runs the prompt's last ``chunk`` with its sampling; at most ``limit`` tokens will come, held to ``guide``.
 
         The chunk is waited for: the step after the next one overwrites the slot from which it could be repeated.
         """
@@ -96,9 +97,9 @@ class Runner:
             sequence.array("request", structs.REQUEST)[0], sequence.array("bias.ids", np.int32),
             sequence.array("bias.values", np.float32), params, vocab=self.vocab, stop_ids=stop_ids,
         )  # fmt: skip
-        sample = self.recorder.sample_key(sequence, params)
+        sample = self.recorder.sample_key(sequence, params, masked=guide is not None)
+        reply = Reply(self.recorder, sequence, sample, limit, logprobs=params.logprobs is not None, guide=guide)
         ticket = yield from self._run(sequence, chunk, self.recorder.prefill_keys(sequence, len(chunk)), [sample])
-        reply = Reply(self.recorder, sequence, sample, limit, logprobs=params.logprobs is not None)
         reply.begin(ticket)
         return reply
 

@@ -2,9 +2,7 @@
 """The dialect ``/v1/chat/completions``: from a JSON object to a request, and from a reply to JSON objects.
 
 Pure functions: nothing here waits, reads or writes.
-Not handled yet, and refused by name: several replies (``n``), forced calls (``tool_choice`` required or a name),
-replies in a given format (``response_format`` other than text).  Accepted without effect: ``reasoning_effort`` other
-than none, ``parallel_tool_calls``.
+Not handled yet, and refused by name: several replies (``n``).
 """
 
 from __future__ import annotations
@@ -29,17 +27,14 @@ from lily.server.requests import (
     top_logprobs,
 )
 from lily.streaming import Completion, StreamChunk, TokenLogprob, ToolCallDelta
+from lily.text.demands import demands_of, offered_tools
 from lily.text.template import Message
-
-_FORMATS = ("text", "json_object", "json_schema")
 
 
 def read_chat(body: Mapping[str, Any], model: Model) -> Request:
     """The request that ``body`` makes. RequestError (400) naming the field, InvalidRequestError from the messages."""
     fields = Fields(body)
     read_number_of_replies(fields, "n")
-    _check_format(fields)
-    fields.flag("parallel_tool_calls")
     tools = _tools(fields)
     messages, begun = _messages(fields)
     stream, with_usage = read_streaming(fields)
@@ -49,10 +44,17 @@ def read_chat(body: Mapping[str, Any], model: Model) -> Request:
         sampling["logprobs"] = top or 0
     elif top:
         raise wrong("top_logprobs", f"top_logprobs is {top} without logprobs; set logprobs to true, too")
-    thinking = False if fields.one_of("reasoning_effort", EFFORTS) == "none" else None
+    effort = fields.one_of("reasoning_effort", EFFORTS)
+    thinking = False if effort == "none" else None
+    choice = fields.given("tool_choice")
+    demands = demands_of(
+        tools, tool_choice=choice, parallel_tool_calls=fields.flag("parallel_tool_calls", True),
+        response_format=fields.mapping("response_format"), reasoning_budget=_budget(fields, effort),
+    )  # fmt: skip
+    offered = offered_tools(tools, choice)
     return Request(
-        sampling, stream, with_usage, messages=messages, begun=begun, tools=tools,
-        template_kwargs=template_options(fields, model, tools=tools is not None, thinking=thinking),
+        sampling, stream, with_usage, messages=messages, begun=begun, tools=offered, demands=demands,
+        template_kwargs=template_options(fields, model, tools=offered is not None, thinking=thinking),
         priority=read_priority(fields),
     )  # fmt: skip
 
@@ -65,15 +67,19 @@ def _messages(fields: Fields) -> tuple[list[Message], Message | None]:
     return continued(given, "messages")
 
 
-def _tools(fields: Fields) -> list[Mapping[str, Any]] | None:
-    """The tools that the model may call: none if it must not."""
-    tools = fields.items("tools")
-    for index, tool in enumerate(tools or ()):
+def _tools(fields: Fields) -> list[Mapping[str, Any]]:
+    tools = fields.items("tools") or []
+    for index, tool in enumerate(tools):
         _check_tool(tool, f"tools[{index}]")
-    choice = fields.given("tool_choice")
-    if isinstance(choice, dict) or choice == "required":
-        fields.unavailable("tool_choice", "a forced call", "allowed: auto, none")
-    return None if fields.one_of("tool_choice", ("auto", "none")) == "none" else (tools or None)
+    return tools
+
+
+def _budget(fields: Fields, effort: str | None) -> int | None:
+    """Tokens that the reasoning may have, by itself or as an effort."""
+    for name in ("reasoning_budget", "thinking_budget"):
+        if (given := fields.whole(name, 0)) is not None:
+            return given
+    return None if effort in (None, "none") else EFFORTS[effort]
 
 
 def _check_tool(tool: object, where: str) -> None:
@@ -90,18 +96,6 @@ def _check_tool(tool: object, where: str) -> None:
         inner.refuse("name", "the function's name")
     inner.text("description")
     inner.mapping("parameters")
-
-
-def _check_format(fields: Fields) -> None:
-    given = fields.mapping("response_format")
-    if given is None:
-        return
-    inner = Fields(given, "response_format")
-    kind = inner.one_of("type", _FORMATS)
-    if kind is None:
-        inner.refuse("type", "text")
-    if kind != "text":
-        inner.unavailable("type", f"the format {kind}", "allowed: text")
 
 
 class ChatReply(Reply):

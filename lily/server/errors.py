@@ -84,6 +84,6 @@ def _named_field(message: str) -> str | None:
 FIELDS = frozenset({
     "messages", "tools", "max_tokens", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "logprobs",
-    "stop_token_ids", "ignore_eos",
+    "stop_token_ids", "ignore_eos", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_budget",
 })  # fmt: skip
 """Fields with which a message of the engine may begin."""

@@ -23,7 +23,6 @@ from lily.server.replies import Progress, Reply
 from lily.server.requests import (
     Model,
     Request,
-    check_demands,
     continued,
     limit,
     read_priority,
@@ -60,7 +59,6 @@ def _read(fields: Fields, model: Model) -> Request:
     thinking, budget = _thinking(fields)
     demands, tools = _tools(fields)
     demands = Demands(demands.call, demands.function, demands.parallel, _schema(fields), budget)
-    check_demands(demands, call="tool_choice", schema="output_config.format")
     return Request(
         _sampling(fields, model), fields.flag("stream"), messages=messages, begun=begun, tools=tools, demands=demands,
         template_kwargs=template_options(fields, model, tools=tools is not None, thinking=thinking),

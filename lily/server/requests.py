@@ -14,15 +14,16 @@ from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS
 from lily.run.requests import Scheduling
 from lily.server.errors import wrong
 from lily.server.fields import Fields
+from lily.streaming import Stream
 from lily.text.demands import NONE, Demands
 from lily.text.template import END_THINK, Message, normalise_messages, reply_start, starts_in_reasoning
 
 if TYPE_CHECKING:
     from lily.engine import Engine, OnPrompt
     from lily.server.settings import Settings
-    from lily.streaming import Stream
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768, "xhigh": None}
+"""Tokens that reasoning may have; None: any number. With none the template is told not to reason at all."""
 MAX_PRIORITY = 1 << 31
 
 _SAME_NAMES = (
@@ -151,13 +152,6 @@ def continued(messages: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Me
     return regular[:-1], last
 
 
-def check_demands(demands: Demands, *, call: str, schema: str) -> None:
-    """Refuses what replies cannot be held to yet; the names are those of the fields that ask for it."""
-    for name, asked, what in ((call, demands.call, "a forced call"), (schema, demands.schema is not None, "a format")):
-        if asked:
-            raise wrong(name, f"{name}: {what} is not available yet; leave it out", code="not_available")
-
-
 def top_logprobs(fields: Fields, name: str) -> int | None:
     """How many of the likeliest tokens are to be reported beside each that was drawn."""
     return fields.whole(name, 0, MAX_TOP_LOGPROBS)
@@ -168,10 +162,14 @@ def open_stream(engine: Engine, request: Request, on_prompt: OnPrompt) -> Stream
     scheduling = Scheduling(priority=request.priority)
     if request.prompt is not None:
         return engine.stream(request.prompt, on_prompt=on_prompt, scheduling=scheduling, **request.sampling)
-    return engine.chat(
-        request.messages, tools=request.tools, template_kwargs=request.template_kwargs, stream=True,
-        on_prompt=on_prompt, scheduling=scheduling, continuation=continuation(engine, request), **request.sampling,
+    tokens = engine.render_chat(
+        request.messages, tools=request.tools, template_kwargs=request.template_kwargs,
+        continuation=continuation(engine, request),
     )  # fmt: skip
+    made = engine.chat_request(
+        tokens, request.sampling, None, on_prompt, request.tools, request.demands, scheduling
+    )  # fmt: skip
+    return Stream(made)
 
 
 def rendered(engine: Engine, request: Request) -> str:

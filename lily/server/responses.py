@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lily.server.blocks import Block, Blocks, Step
@@ -23,7 +24,6 @@ from lily.server.requests import (
     EFFORTS,
     Model,
     Request,
-    check_demands,
     continued,
     limit,
     read_priority,
@@ -58,9 +58,9 @@ def read_responses(body: Mapping[str, Any], model: Model) -> Request:
     messages, begun = continued(_messages(fields), "input")
     demands, tools = _tools(fields)
     demands = _format(fields, demands)
-    check_demands(demands, call="tool_choice", schema="text.format")
     reasoning = Fields(fields.mapping("reasoning") or {}, "reasoning")
     effort = reasoning.one_of("effort", EFFORTS)
+    demands = replace(demands, reasoning_tokens=EFFORTS[effort] if effort not in (None, "none") else None)
     fields.flag("store")
     return Request(
         _sampling(fields, model), fields.flag("stream"), messages=messages, begun=begun, tools=tools, demands=demands,
@@ -116,7 +116,7 @@ def _format(fields: Fields, demands: Demands) -> Demands:
     schema: Mapping[str, Any] | None = {}
     if kind == "json_schema" and (schema := inner.mapping("schema")) is None:
         inner.refuse("schema", "a JSON schema")
-    return Demands(demands.call, demands.function, demands.parallel, schema)
+    return replace(demands, schema=schema)
 
 
 def _tools(fields: Fields) -> tuple[Demands, list[Mapping[str, Any]] | None]:

@@ -58,7 +58,8 @@ class Tokenizer:
 
     token_bytes: list[bytes] of length vocab_size; ids without a token (padding rows of the model) hold b"".
     num_tokens: number of real ids; they are 0 … num_tokens-1, the model's rows above are padding.
-    special_ids: ids that ``skip_special_tokens`` drops. ``<think>``, ``<tool_call>`` and the like are not among them.
+    added_ids: tokens that no merge of bytes makes. special_ids: those of them that ``skip_special_tokens`` drops;
+    ``<think>``, ``<tool_call>`` and the like are not among them.
     eos_ids: the ``eos_token`` of ``tokenizer_config.json``; ``generation_config.json`` may name more.
     """
 
@@ -83,6 +84,7 @@ class Tokenizer:
                 "the tokenizer belongs to another model"
             )
         added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.token_bytes = _bytes_of_every_id(backend, self.num_tokens, frozenset(added))
         self.token_bytes.extend([b""] * (vocab_size - self.num_tokens))

@@ -264,7 +264,15 @@ def test_every_view_lies_in_its_buffer(device: str) -> None:
                 if view.buffer in sizes:
                     assert view.offset + view.nbytes <= sizes[view.buffer], where
                 else:
-                    assert view.buffer in ("request", "outputs", "bias.ids", "bias.values", "history", "sampler"), where
+                    assert view.buffer in (
+                        "request",
+                        "outputs",
+                        "bias.ids",
+                        "bias.values",
+                        "mask",
+                        "history",
+                        "sampler",
+                    ), where
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -78,7 +78,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"response_format": "json"}, "response_format"),
     ({"response_format": {}}, "response_format.type"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": 7}}, "response_format.type"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -153,7 +153,7 @@ def test_a_wrong_field_of_the_token_endpoints_is_named(
 
 
 def test_what_is_not_there_yet_is_said_to_be_so(server: Running) -> None:
-    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_schema"}}, {"n": 2}):
+    for fields in ({"n": 2},):
         response = server.chat(**fields)
         assert response.json()["error"]["code"] == "not_available"
         assert "not available yet" in response.json()["error"]["message"]

@@ -6,6 +6,7 @@ Not handled: running the calls, on which the tests differ.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -61,16 +62,20 @@ def argmax_call(logits: Array, vocab: int, size: int) -> Call:
 
 def logits_call(
     logits: Array, req: Array, size: int, history: Array, counts: Array | None = None,
-    bias: dict[int, float] | None = None, position: int = 0, rows: int = 1,
+    bias: dict[int, float] | None = None, position: int = 0, rows: int = 1, allowed: Iterable[int] | None = None,
 ) -> Call:  # fmt: skip
     bias = bias or {}
     groups = -(-len(logits) // size)
     req["bias_count"] = len(bias)
+    mask = np.zeros(-(-len(logits) // 32), np.uint32)  # not to be read unless the request says so
+    for id in allowed or ():
+        mask[id // 32] |= np.uint32(1 << id % 32)
+    req["masked"] = allowed is not None
     args = {
         "step": step(position, rows), "request": req, "logits": logits,
         "bias_ids": np.array([*bias, 0], np.int32), "bias_values": np.array([*bias.values(), 0], np.float32),
         "history": history.astype(np.int32), "counts": np.zeros(len(logits), np.uint32) if counts is None else counts,
-        "y": fill(len(logits)), "stats": fill((groups, 4)), "flags": fill(groups, np.int32),
+        "mask": mask, "y": fill(len(logits)), "stats": fill((groups, 4)), "flags": fill(groups, np.int32),
     }  # fmt: skip
     return Call("sample_logits", args, {"slice": size}, grid=(groups,), threads=(64,))
 

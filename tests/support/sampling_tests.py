@@ -113,6 +113,49 @@ def test_bias_is_added_and_may_ban(run_call: RunCall) -> None:
     assert not out["flags"].any()
 
 
+@pytest.mark.parametrize("size", [32, 100, 128])
+def test_ids_that_are_masked_out_are_minus_infinity_whatever_is_added(run_call: RunCall, size: int) -> None:
+    logits, allowed = normal_logits(500), [0, 31, 32, 130, 498]
+    counts = np.zeros(500, np.uint32)
+    counts[[32, 33]] = 1
+    req = request(499, presence_penalty=1)
+    out = run_call(logits_call(logits, req, size, np.zeros(1), counts, bias={31: 2, 40: 9000, 499: 1}, allowed=allowed))
+    want = np.full(499, -np.inf, np.float32)
+    want[allowed] = logits[allowed]
+    want[31], want[32] = logits[31] + np.float32(2), logits[32] - np.float32(1)
+    assert same_bits(out["y"][:499], want)
+    raw = float(np.log(np.exp(logits[:499].astype(float)).sum()))
+    assert abs(log_total(out["stats"], 0) - raw) < 1e-5  # log-probabilities stay those of the raw logits
+    assert not out["flags"].any()
+
+
+def test_slices_that_are_masked_out_have_empty_statistics(run_call: RunCall, slack: float) -> None:
+    out = run_call(logits_call(normal_logits(500), request(500), 100, np.zeros(1), allowed=[250]))
+    empty = [0, 1, 3, 4]
+    np.testing.assert_array_equal(out["stats"][empty, 2], -np.inf)
+    np.testing.assert_array_equal(out["stats"][empty, 3], 0)
+    assert out["stats"][2, 2] == out["y"][250]
+    assert abs(out["stats"][2, 3] - 1) < 1e-6 * slack
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
+def test_what_is_masked_out_is_never_drawn_and_where_all_is_nothing_is(run_call: RunCall, temperature: float) -> None:
+    logits = np.full(300, 50, np.float32)
+    for allowed, expected in (([299], 299), ([64], 64), ([], NO_ID)):
+        y = run_call(logits_call(logits, request(300), 64, np.zeros(1), allowed=allowed))["y"]
+        for seed in range(4):
+            best = run_call(draw_call(y, temperature=temperature, seed=seed, size=64))["best"]
+            assert winner(best) == expected
+
+
+def test_nothing_that_may_be_drawn_is_reported_and_not_taken_for_token_0(run_call: RunCall) -> None:
+    out = run_call(advance_call(step(4), [(-np.inf, NO_ID), (-np.inf, NO_ID)]))
+    entry = out["outputs"][0]
+    assert (entry["status"], entry["token"]) == (STATUS_NONFINITE, -1)
+    assert out["next_ids"][0] == 55
+    assert (out["history"] == -1).all()
+
+
 def test_repetition_penalty_counts_each_id_of_the_window_once(run_call: RunCall, slack: float) -> None:
     logits = normal_logits(500)
     logits[7] = 0

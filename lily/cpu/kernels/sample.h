@@ -74,6 +74,11 @@ INLINE void count_penalties(float *y, id_range ids, const uint32_t *counts, floa
         if (counts[i] > 0) y[i] = y[i] - presence - frequency * (float)counts[i];
 }
 
+INLINE void mask_out(float *y, id_range ids, const uint32_t *mask) {
+    for (uint32_t i = ids.from; i < ids.to; i++)
+        if (!(mask[i / 32] >> i % 32 & 1)) y[i] = -INFINITY;
+}
+
 SHARED void kernel_sample_logits(const cpu_call *call, uint32_t begin, uint32_t end, cpu_worker *worker) {
     const sample_logits_params *p = call->params;
     const Step *step = call->arg[sample_logits_STEP];
@@ -99,6 +104,7 @@ SHARED void kernel_sample_logits(const cpu_call *call, uint32_t begin, uint32_t 
                 r->repetition_penalty, seen);
         if (r->presence_penalty != 0 || r->frequency_penalty != 0)
             count_penalties(y, ids, call->arg[sample_logits_COUNTS], r->presence_penalty, r->frequency_penalty);
+        if (r->masked) mask_out(y, ids, call->arg[sample_logits_MASK]);
         stats[0] = max_of(logits, ids.from, ids.to);
         stats[1] = (float)exp_total(logits, ids.from, ids.to, stats[0]);
         stats[2] = max_of(y, ids.from, ids.to);

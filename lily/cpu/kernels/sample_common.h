@@ -48,11 +48,12 @@ INLINE float max_of(const float *x, uint32_t from, uint32_t to) {
     return lanes_max(top);
 }
 
-// Σ exp(x - top), in float32 over stretches of at most EXP_STRETCH ids, which are added up in double.
+// Σ exp(x - top), in float32 over stretches of at most EXP_STRETCH ids, which are added up in double.  0 of nothing.
 #define EXP_STRETCH 1024
 
 INLINE double exp_total(const float *x, uint32_t from, uint32_t to, float top) {
     double total = 0;
+    if (top == -INFINITY) return 0;
     while (from < to) {
         uint32_t stop = to - from < EXP_STRETCH ? to : from + EXP_STRETCH;
         lanes sum = lanes_set(0);
