@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lily.cli.console import Console, is_terminal
+from lily.cli.demands import demand_options
 from lily.cli.generate import cut_off, describe, statistics
 from lily.cli.interrupts import Interrupts
 from lily.cli.keyboard import Keyboard, hidden_typing
@@ -54,13 +55,14 @@ _SEEDS = 1 << 64
 @click.command()
 @system_option
 @chat_template_options
+@demand_options
 @reasoning_option
 @engine_options
 @sampling_options
 @console_options
 def chat(
     console: Console, flags: EngineFlags, sampling: SamplingFlags, system_prompt: str | None,
-    template_config: dict[str, Any] | None, reasoning: bool | None,
+    template_config: dict[str, Any] | None, demands: dict[str, Any], reasoning: bool | None,
 ) -> None:  # fmt: skip
     """Chat with the model.
 
@@ -74,7 +76,8 @@ def chat(
         # What would fail with every message is said at once.
         engine.render_chat([{"role": "user", "content": "Hi"}], template_kwargs=template_config)
         session = engine.session(system=system_prompt, template_kwargs=template_config)
-        talk = _Conversation(session, sampling, sampling.for_engine(engine), console, interactive, reasoning)
+        arguments = {**sampling.for_engine(engine), **demands}
+        talk = _Conversation(session, sampling, arguments, console, interactive, reasoning)
         if interactive:
             console.note("Type a message; /help for more, /exit or Ctrl-D to leave.")
         with talk.interrupts.noted():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lily.cli.console import Console, Reading
+from lily.cli.demands import demand_options
 from lily.cli.options import (
     EngineFlags,
     SamplingFlags,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt itself instead of answering it.")
 @click.option("--echo", is_flag=True, help="Write the prompt first; with --ignore-chat-template.")
 @chat_template_options
+@demand_options
 @reasoning_option
 @engine_options
 @sampling_options
@@ -55,17 +57,17 @@ if TYPE_CHECKING:
 def generate(
     console: Console, flags: EngineFlags, sampling: SamplingFlags, positional: str | None, prompt: str | None,
     file: str | None, system_prompt: str | None, prefill_response: str | None, ignore_chat_template: bool, echo: bool,
-    template_config: dict[str, Any] | None, reasoning: bool | None, as_json: bool,
+    template_config: dict[str, Any] | None, demands: dict[str, Any], reasoning: bool | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write a reply to a prompt.
 
     The prompt is an argument, -p TEXT, -f FILE, or comes through a pipe. It is put into the checkpoint's chat template,
     if there is one. Sampling defaults are the checkpoint's.
     """
-    if ignore_chat_template and (system_prompt or prefill_response or template_config):
+    if ignore_chat_template and (system_prompt or prefill_response or template_config or demands):
         raise click.UsageError(
             "--ignore-chat-template takes the prompt as it is; leave out --system-prompt, --prefill-response, "
-            "--chat-template-config and --no-thinking, or it"
+            "--chat-template-config, --no-thinking, --reasoning-budget and --json-schema, or it"
         )
     if echo and (as_json or not ignore_chat_template):
         raise click.UsageError(
@@ -78,7 +80,7 @@ def generate(
         reply = (
             engine.stream(engine.tokenizer.encode(text), **how)
             if ignore_chat_template
-            else begin_reply(engine, text, system_prompt, prefill_response, template_config, **how)
+            else begin_reply(engine, text, system_prompt, prefill_response, template_config, demands, **how)
         )
         shown = None if as_json else ShownReply(console, reasoning)
         completion = _read(reply, bar, shown, text if echo else "")

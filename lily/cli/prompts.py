@@ -61,13 +61,13 @@ def _decoded(where: str, data: bytes) -> str:
 
 def begin_reply(
     engine: Engine, text: str, system: str | None, beginning: str | None, template_config: Mapping[str, Any] | None,
-    **how: Any,
+    demands: Mapping[str, Any], **how: Any,
 ) -> Stream:  # fmt: skip
     """The reply to ``text`` as a user's turn, or to the text as it is where there is no template and no need of one.
 
-    ``beginning`` of the answer, after which the reply goes on. ``how``: sampling and ``on_prompt``.
+    ``beginning`` of the answer, after which the reply goes on. ``demands`` on it. ``how``: sampling and ``on_prompt``.
     """
-    if not engine.chat_template.available and not (system or beginning or template_config):
+    if not engine.chat_template.available and not (system or beginning or template_config or demands):
         return engine.stream(engine.tokenizer.encode(text), **how)
     from lily.text.template import reply_start
 
@@ -77,4 +77,4 @@ def begin_reply(
     if beginning:
         prompt = engine.render_chat(messages, template_kwargs=template_config)
         start = reply_start(engine.tokenizer.decode(prompt), beginning)
-    return engine.chat(messages, template_kwargs=template_config, continuation=start, stream=True, **how)
+    return engine.chat(messages, template_kwargs=template_config, continuation=start, stream=True, **demands, **how)

@@ -38,6 +38,7 @@ class Reply:
     """At most ``limit`` tokens, from a prompt whose last chunk samples the first of them.
 
     Lists are recorded for a range of positions, so a long reply goes in spans: ``_point_pipeline`` begins one.
+    guide: says what each token may be.
     """
 
     def __init__(

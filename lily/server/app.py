@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lily.engine import Engine
+from lily.engine import Engine, OnPrompt
 from lily.errors import show
 from lily.server.chat import ChatReply, read_chat
 from lily.server.completions import CompletionReply, read_completion
@@ -38,11 +38,11 @@ from lily.server.outgoing import Outgoing
 from lily.server.page import FILES, page_file
 from lily.server.relay import GONE, STALLED, STOPPING, Relay
 from lily.server.replies import Reply
-from lily.server.requests import Model, Request, open_stream
+from lily.server.requests import Model, Request, branches, open_stream
 from lily.server.responses import ResponsesReply, read_responses
 from lily.server.settings import Settings
 from lily.server.tokens import ANSWERS, Answer
-from lily.streaming import Completion
+from lily.streaming import Completion, Stream
 
 LOG = logging.getLogger("lily.server")
 _RETRY_SECONDS = 5
@@ -223,9 +223,12 @@ class App:
     def _work(self, relay: Relay, request: Request, whole: bool) -> None:
         """The thread of a reply."""
         try:
-            relay.run(lambda on_prompt: open_stream(self.engine, request, on_prompt), whole=whole)
+            relay.run(*(partial(self._open, branch) for branch in branches(request)), whole=whole)
         finally:
             self._relays.discard(relay)
+
+    def _open(self, request: Request, on_prompt: OnPrompt) -> Stream:
+        return open_stream(self.engine, request, on_prompt)
 
 
 class _Endpoint:

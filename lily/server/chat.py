@@ -2,7 +2,7 @@
 """The dialect ``/v1/chat/completions``: from a JSON object to a request, and from a reply to JSON objects.
 
 Pure functions: nothing here waits, reads or writes.
-Not handled yet, and refused by name: several replies (``n``).
+Several replies (``n``) come one after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from lily.server.counts import Head, timings, usage
 from lily.server.errors import wrong
 from lily.server.fields import Fields
-from lily.server.replies import Progress, Reply
+from lily.server.replies import Choices, Progress
 from lily.server.requests import (
     EFFORTS,
     Model,
@@ -34,7 +34,6 @@ from lily.text.template import Message
 def read_chat(body: Mapping[str, Any], model: Model) -> Request:
     """The request that ``body`` makes. RequestError (400) naming the field, InvalidRequestError from the messages."""
     fields = Fields(body)
-    read_number_of_replies(fields, "n")
     tools = _tools(fields)
     messages, begun = _messages(fields)
     stream, with_usage = read_streaming(fields)
@@ -55,7 +54,7 @@ def read_chat(body: Mapping[str, Any], model: Model) -> Request:
     return Request(
         sampling, stream, with_usage, messages=messages, begun=begun, tools=offered, demands=demands,
         template_kwargs=template_options(fields, model, tools=offered is not None, thinking=thinking),
-        priority=read_priority(fields),
+        priority=read_priority(fields), replies=read_number_of_replies(fields),
     )  # fmt: skip
 
 
@@ -98,10 +97,11 @@ def _check_tool(tool: object, where: str) -> None:
     inner.mapping("parameters")
 
 
-class ChatReply(Reply):
+class ChatReply(Choices):
     """A reply in the dialect's objects. ``token_bytes`` gives the bytes of a token id."""
 
     def __init__(self, head: Head, request: Request, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__(request)
         self._head, self._request, self._bytes = head, request, token_bytes
         self._logprobs: list[TokenLogprob] = []  # of tokens that have shown nothing yet
 
@@ -123,6 +123,15 @@ class ChatReply(Reply):
 
     def whole(self, reply: Completion) -> dict[str, Any]:
         """The response that is not streamed."""
+        replies = self._all(reply)
+        return {
+            **self._head.of("chat.completion"),
+            "choices": [self._choice(index, one) for index, one in enumerate(replies)],
+            "usage": usage(*replies),
+            "timings": timings(reply),
+        }
+
+    def _choice(self, index: int, reply: Completion) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
         if reply.reasoning is not None:
             message["reasoning_content"] = reply.reasoning
@@ -132,29 +141,24 @@ class ChatReply(Reply):
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in reply.tool_calls
             ]
-        choice = {
-            "index": 0, "message": message, "logprobs": self._logprob_object(reply.logprobs),
+        return {
+            "index": index, "message": message, "logprobs": self._logprob_object(reply.logprobs),
             "finish_reason": reply.finish_reason,
         }  # fmt: skip
-        return {
-            **self._head.of("chat.completion"),
-            "choices": [choice],
-            "usage": usage(reply),
-            "timings": timings(reply),
-        }
 
     def _end(self, reply: Completion) -> Iterator[dict[str, Any]]:
         last = self._event({}, reply.finish_reason)
-        if not self._request.usage:
-            yield {**last, "timings": timings(reply)}
-            return
-        yield last
-        yield {**self._chunk_head(), "choices": [], "usage": usage(reply), "timings": timings(reply)}
+        yield last if self._request.usage else {**last, "timings": timings(reply)}
+        self._done.append(reply)
+        if self._index < self._replies:
+            yield from self.begin(None)
+        elif self._request.usage:
+            yield {**self._chunk_head(), "choices": [], "usage": usage(*self._done), "timings": timings(reply)}
 
     def _event(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         logprobs = self._logprob_object(self._logprobs or None)
         self._logprobs = []
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._chunk_head(), "choices": [choice]}
 
     def _chunk_head(self) -> dict[str, Any]:

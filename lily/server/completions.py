@@ -2,7 +2,7 @@
 """The dialect ``/v1/completions``: a prompt that is continued as it is.
 
 Pure functions, as in ``chat.py``.
-Not handled, and refused by name: several prompts or replies, ``echo``, ``suffix``.
+Not handled, and refused by name: several prompts, the best of several replies, ``echo``, ``suffix``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from lily.server.counts import Head, timings, usage
 from lily.server.fields import Fields
-from lily.server.replies import Reply
+from lily.server.replies import Choices
 from lily.server.requests import (
     Model,
     Request,
@@ -30,7 +30,9 @@ _PROMPTS = "a string, or a list of token ids; or a list with one of these"
 def read_completion(body: Mapping[str, Any], model: Model) -> Request:
     """The request that ``body`` makes. RequestError (400) naming the field."""
     fields = Fields(body)
-    read_number_of_replies(fields, "n", "best_of")
+    replies = read_number_of_replies(fields)
+    if fields.whole("best_of", 1) not in (None, replies):
+        fields.unavailable("best_of", "a choice among replies", "ask for all of them with n")
     if fields.flag("echo"):
         fields.unavailable("echo", "the prompt in the reply", "put it before the reply yourself")
     if fields.text("suffix"):
@@ -42,7 +44,9 @@ def read_completion(body: Mapping[str, Any], model: Model) -> Request:
     if logprobs is not None:
         sampling["logprobs"] = logprobs
     priority = read_priority(fields)
-    return Request(sampling, stream, with_usage, prompt=prompt, prompt_field="prompt", priority=priority)
+    return Request(
+        sampling, stream, with_usage, prompt=prompt, prompt_field="prompt", priority=priority, replies=replies
+    )  # fmt: skip
 
 
 def _prompt(fields: Fields) -> str | list[int]:
@@ -56,10 +60,11 @@ def _prompt(fields: Fields) -> str | list[int]:
     return given
 
 
-class CompletionReply(Reply):
+class CompletionReply(Choices):
     """A reply in the dialect's objects, as ``ChatReply``."""
 
     def __init__(self, head: Head, request: Request, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__(request)
         self._head, self._request, self._bytes = head, request, token_bytes
         self._logprobs: list[TokenLogprob] = []  # of tokens that have shown nothing yet
         self._characters = 0  # of the tokens before
@@ -73,30 +78,37 @@ class CompletionReply(Reply):
                 yield self._event(chunk.text)
             return
         last = self._event(chunk.text, reply.finish_reason)
-        if not self._request.usage:
-            yield {**last, "timings": timings(reply)}
-            return
-        yield last
-        yield {**self._head.of("text_completion"), "choices": [], "usage": usage(reply), "timings": timings(reply)}
+        yield last if self._request.usage else {**last, "timings": timings(reply)}
+        self._done.append(reply)
+        self._characters = 0
+        if self._index == self._replies and self._request.usage:
+            counts = {"usage": usage(*self._done), "timings": timings(reply)}
+            yield {**self._head.of("text_completion"), "choices": [], **counts}
 
     def whole(self, reply: Completion) -> dict[str, Any]:
         """The response that is not streamed."""
-        choice = self._choice(reply.text, reply.finish_reason, reply.logprobs)
+        replies = self._all(reply)
         return {
             **self._head.of("text_completion"),
-            "choices": [choice],
-            "usage": usage(reply),
+            "choices": [self._whole_choice(index, one) for index, one in enumerate(replies)],
+            "usage": usage(*replies),
             "timings": timings(reply),
         }
+
+    def _whole_choice(self, index: int, reply: Completion) -> dict[str, Any]:
+        self._characters = 0
+        return self._choice(index, reply.text, reply.finish_reason, reply.logprobs)
 
     def _event(self, text: str, reason: str | None = None) -> dict[str, Any]:
         logprobs, self._logprobs = self._logprobs or None, []
         head = self._head.of("text_completion")
         head |= {"usage": None} if self._request.usage else {}
-        return {**head, "choices": [self._choice(text, reason, logprobs)]}
+        return {**head, "choices": [self._choice(self._index, text, reason, logprobs)]}
 
-    def _choice(self, text: str, reason: str | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
-        return {"text": text, "index": 0, "logprobs": self._logprob_object(logprobs), "finish_reason": reason}
+    def _choice(
+        self, index: int, text: str, reason: str | None, logprobs: list[TokenLogprob] | None
+    ) -> dict[str, Any]:  # fmt: skip
+        return {"text": text, "index": index, "logprobs": self._logprob_object(logprobs), "finish_reason": reason}
 
     def _logprob_object(self, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
         if logprobs is None:

@@ -33,12 +33,13 @@ class Head:
         }  # fmt: skip
 
 
-def usage(reply: Completion) -> dict[str, Any]:
-    """Tokens of prompt and reply; those that were not read again among the first."""
+def usage(reply: Completion, *others: Completion) -> dict[str, Any]:
+    """Tokens of the prompt, once, and of all replies to it; those that were not read again among the first."""
+    replied = sum(one.completion_tokens for one in (reply, *others))
     return {
         "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "completion_tokens": replied,
+        "total_tokens": reply.prompt_tokens + replied,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
     }
 

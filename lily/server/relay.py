@@ -43,15 +43,16 @@ class Relay:
         self.progress: tuple[int, int] | None = None
 
     # ---- in the thread
-    def run(self, make: Callable[[OnPrompt], Stream], *, whole: bool = False) -> None:
-        """Reads the stream that ``make`` gives to its end; every failure goes to the event loop.
+    def run(self, *makes: Callable[[OnPrompt], Stream], whole: bool = False) -> None:
+        """Reads the streams that ``makes`` give, each to its end; every failure goes to the event loop.
 
         whole: nothing but its last chunk is wanted.
         """
         last: Exception | None = None
         try:
-            if self.ended is None:
-                self._read(make(self._note), whole)
+            for make in makes:
+                if self.ended is None:
+                    self._read(make(self._note), whole)
         except Exception as error:
             last = error
         finally:

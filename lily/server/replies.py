@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lily.server.errors import RequestError
+from lily.server.requests import Request
 from lily.streaming import Completion, StreamChunk
 
 Progress = tuple[int, int] | None
@@ -56,3 +57,20 @@ class Reply(ABC):
     def failed(self, error: RequestError) -> Iterator[Part]:
         """The end of a stream that goes wrong."""
         yield error.body
+
+
+class Choices(Reply):
+    """Replies to one request, whose chunks come one reply after the other; most often there is one."""
+
+    def __init__(self, request: Request) -> None:
+        self._replies, self._done = request.replies, list[Completion]()
+        self.ordered = request.replies > 1
+
+    @property
+    def _index(self) -> int:
+        """Of the reply that is coming."""
+        return len(self._done)
+
+    def _all(self, last: Completion) -> list[Completion]:
+        """Every reply, of which this one came last."""
+        return self._done or [last]

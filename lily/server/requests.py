@@ -7,7 +7,7 @@ What all dialects say in the same way (how a reply is drawn) is read here.  Not 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 EFFORTS = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768, "xhigh": None}
 """Tokens that reasoning may have; None: any number. With none the template is told not to reason at all."""
 MAX_PRIORITY = 1 << 31
+MAX_REPLIES = 8
+SEEDS = 1 << 64
 
 _SAME_NAMES = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -58,7 +60,7 @@ class Request:
     prompt: text or token ids, of a request that is no chat. begun: the assistant's message that is to be continued, if
     the chat ends with one. usage: whether the stream ends with a chunk that has the counts. priority: of requests that
     wait those with the lowest come first. demands: on a chat's reply. prompt_field: the field that holds the prompt.
-    echo: what the response repeats of the request.
+    echo: what the response repeats of the request. replies: how many there are to be, one after the other.
     """
 
     sampling: Mapping[str, Any]
@@ -73,6 +75,7 @@ class Request:
     demands: Demands = NONE
     prompt_field: str = "messages"
     echo: Mapping[str, Any] = field(default_factory=dict)
+    replies: int = 1
 
 
 def read_sampling(fields: Fields, model: Model) -> dict[str, Any]:
@@ -115,11 +118,16 @@ def read_priority(fields: Fields) -> int:
     return fields.whole("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
 
 
-def read_number_of_replies(fields: Fields, *names: str) -> None:
-    """More than one reply to a request is refused."""
-    for name in names:
-        if fields.whole(name, 1) not in (None, 1):
-            fields.unavailable(name, "more than one reply", "send the request as often as needed, or leave it out")
+def read_number_of_replies(fields: Fields) -> int:
+    """How many replies the request asks for."""
+    return fields.whole("n", 1, MAX_REPLIES) or 1
+
+
+def branches(request: Request) -> list[Request]:
+    """A request for each reply that is asked for: the same with seeds that follow each other, if it has one."""
+    seed = request.sampling.get("seed")
+    seeds = [(seed + number) % SEEDS if type(seed) is int and number else seed for number in range(request.replies)]
+    return [replace(request, sampling={**request.sampling, "seed": seed}, replies=1) for seed in seeds]
 
 
 def template_options(fields: Fields, model: Model, *, tools: bool, thinking: bool | None) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_harness import open_engine
+from engine_device import Target
+from engine_harness import TINY, open_engine
 from json_schemas import obeys, random_schema
 
 from lily.engine import Engine
@@ -205,3 +206,14 @@ def test_reasoning_that_ends_within_its_budget_is_left_alone(engine: Engine) -> 
     assert free.reasoning_tokens < free.completion_tokens
     assert engine.chat(HELLO, reasoning_budget=free.reasoning_tokens, **how).token_ids == free.token_ids
     assert engine.chat(HELLO, reasoning_budget=free.reasoning_tokens - 1, **how).token_ids != free.token_ids
+
+
+# ---- devices
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_device_holds_to_a_mask(device: Target, temperature: float) -> None:
+    """Random weights write no document by themselves."""
+    how: dict[str, Any] = {"template_kwargs": QUIET, "temperature": temperature, "max_tokens": 12, "logprobs": 0}
+    with open_engine(TINY) as engine:
+        reply = engine.chat(HELLO, response_format=form({"const": 42}), seed=1, **how)
+    assert (reply.text, reply.finish_reason) == ("42", "stop")
+    assert len(reply.logprobs or ()) == reply.completion_tokens

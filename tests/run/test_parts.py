@@ -158,7 +158,7 @@ def test_a_chunk_that_nobody_wants_any_more_is_taken_back(engine, sequences, in_
 def test_a_prompt_that_is_cancelled_within_a_chunk_keeps_what_was_read(engine, sequences):
     """Where rows are not invariant this is the last chunk."""
     sequence = sequences[0]
-    work = engine._reply(Request(), LONG, HOW, (), TOKENS, None, Resident(sequence))
+    work = engine._reply(Request(), LONG, HOW, (), TOKENS, None, None, Resident(sequence))
     while next(work) != WITHIN or len(sequence.tokens) <= ROWS:
         pass
     work.close()

@@ -13,6 +13,7 @@ import pytest
 from scripted import TOOLS
 from server_harness import HI, Running
 
+from lily.server.requests import Request, branches
 from lily.text.guide import CLOSING
 
 SCHEMA = {
@@ -90,3 +91,42 @@ def test_a_schema_that_cannot_be_used_is_refused_before_the_reply(server: Runnin
     form = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
     response = server.chat(response_format=form, stream=True)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+
+
+# ---- several replies
+def test_several_replies_are_those_of_seeds_that_follow_each_other(server: Running) -> None:
+    how = {"temperature": 3, "top_p": 1, "max_tokens": 12, "extra_body": {**QUIET, "top_k": 0}}
+    alone = [ask(server, seed=seed, **how) for seed in (7, 8, 9)]
+    texts = [one.choices[0].message.content for one in alone]
+    together = ask(server, seed=7, n=3, **how)
+    assert [(choice.index, choice.message.content) for choice in together.choices] == list(enumerate(texts))
+    assert len(set(texts)) > 1
+    assert together.usage.completion_tokens == sum(one.usage.completion_tokens for one in alone)
+    assert together.usage.prompt_tokens == alone[0].usage.prompt_tokens
+    chunks = list(ask(server, seed=7, n=3, stream=True, stream_options={"include_usage": True}, **how))
+    streamed = ["", "", ""]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    assert [c.index for chunk in chunks for c in chunk.choices if c.finish_reason] == [0, 1, 2]
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].usage.completion_tokens == together.usage.completion_tokens
+
+
+def test_several_completions_have_offsets_of_their_own(server: Running) -> None:
+    how: dict[str, Any] = {"prompt": "Once", "model": "any", "max_tokens": 5, "seed": 2, "logprobs": 0}
+    alone = [server.openai.completions.create(**{**how, "seed": seed}).choices[0] for seed in (2, 3)]
+    both = server.openai.completions.create(n=2, **how).choices
+    assert [(c.text, c.logprobs.text_offset) for c in both] == [(c.text, c.logprobs.text_offset) for c in alone]
+    streamed = list(server.openai.completions.create(n=2, stream=True, **how))
+    for index in (0, 1):
+        parts = [c for chunk in streamed for c in chunk.choices if c.index == index]
+        assert "".join(c.text for c in parts) == alone[index].text
+        assert [n for c in parts if c.logprobs for n in c.logprobs.text_offset] == alone[index].logprobs.text_offset
+
+
+def test_seeds_of_several_replies_follow_each_other_and_are_drawn_where_there_is_none() -> None:
+    most = (1 << 64) - 1
+    for seed, expected in ((3, [3, 4, 5]), (most, [most, 0, 1]), (None, [None] * 3)):
+        made = branches(Request({"seed": seed, "stop": "x"}, replies=3))
+        assert [(one.sampling, one.replies) for one in made] == [({"seed": n, "stop": "x"}, 1) for n in expected]
