@@ -186,7 +186,7 @@ def test_metadata_states_name_version_licence_and_dependencies(distributions: Di
     assert found["Requires-Python"] == ">=3.11"
     requirements = [Requirement(text) for text in found.get_all("Requires-Dist")]
     assert {needed.name for needed in requirements if needed.marker is None} == RUNTIME_DEPENDENCIES
-    assert set(found.get_all("Provides-Extra")) == {"hub", "serve", "dev"}
+    assert set(found.get_all("Provides-Extra")) == {"hub", "json", "serve", "dev"}
 
 
 def test_the_sdist_holds_every_source_and_nothing_built(distributions: Distributions, repository: Path) -> None:
