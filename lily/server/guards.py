@@ -72,7 +72,7 @@ class Guards:
             return None
         if origin in self._settings.origins or "*" in self._settings.origins:
             return origin
-        if urlsplit(origin).netloc == headers.get("host"):
+        if origin.partition("://")[2] == headers.get("host"):
             return None
         raise RequestError(
             403, f"the web page {show(origin)} may not use this server; start it with --allowed-origins ORIGIN to "

@@ -154,3 +154,12 @@ def test_a_websocket_is_not_spoken(server: Running) -> None:
     headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13",
                "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}  # fmt: skip
     assert server.get("/v1/chat/completions", headers=headers).status_code == 405
+
+
+@pytest.mark.parametrize("origin", ["http://[", "null", "://", "http://localhost:1"])
+def test_an_origin_that_is_none_of_its_own_is_refused_whatever_it_says(engine: Engine, origin: str) -> None:
+    with serving(engine) as server:
+        response = server.get("/v1/models", headers={"Origin": origin})
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
+        own = server.get("/v1/models", headers={"Origin": server.url})
+        assert own.status_code == 200

@@ -150,6 +150,21 @@ def test_stop_ends_the_request(page: Page) -> None:
 
 
 @needs_browser
+def test_a_new_chat_has_nothing_of_the_reply_that_it_ends(page: Page, engine: Engine) -> None:
+    with writing(engine, "</think>\n\n" + "word " * 400):
+        page.say("Go on for long.")
+        page.wait(lambda: page.texts("assistant"))
+        page.find("#new").click()
+        page.server.is_free()
+    page.done()
+    with writing(engine, "</think>\n\nHello."):
+        page.say("Hi")
+        page.done()
+    page.browser.refresh()
+    assert (page.texts("user"), page.texts("assistant")) == (["Hi"], ["Hello."])
+
+
+@needs_browser
 def test_regenerate_and_edit(page: Page, engine: Engine) -> None:
     for text in ("First.", "Second."):
         with writing(engine, f"</think>\n\n{text}"):

@@ -199,6 +199,7 @@ async function read(response, reply, article) {
 
 async function ask() {
   problem("");
+  const chat = messages; // a new one may be begun before the end of this reply
   const reply = { role: "assistant", content: "" };
   let article = null;
   running = new AbortController();
@@ -210,8 +211,9 @@ async function ask() {
     article = show(reply);
     await read(response, reply, article);
   } catch (error) {
-    if (error.name !== "AbortError") problem(error.message);
+    if (error.name !== "AbortError" && chat === messages) problem(error.message);
   }
+  if (chat !== messages) return;
   running = null;
   if (reply.tool_calls) reply.tool_calls = reply.tool_calls.filter(isComplete);
   if (reply.content || reply.reasoning_content || reply.tool_calls?.length) messages.push(reply);
@@ -264,6 +266,7 @@ document.addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", () => {
   running?.abort();
+  running = null;
   messages = [];
   $("figures").textContent = "";
   problem("");
@@ -272,7 +275,7 @@ $("new").addEventListener("click", () => {
   $("text").focus();
 });
 $("again").addEventListener("click", () => {
-  messages.length = lastQuestion() + 1;
+  if (messages.at(-1).role === "assistant") messages.length = lastQuestion() + 1;
   redraw();
   ask();
 });
