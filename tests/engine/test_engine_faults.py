@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 # Two chunks of the prompt, two message starts, a cache that grows in steps of 32 tokens.
-SMALL = {"chunks": ((0, 16),), "buckets": (8, 16), "kv_step": 32}
+SMALL = {"chunks": ((0, 16),), "buckets": (8, 16), "kv_step": 32, "message_gap": 1}
 PROMPT = [int(t) for t in np.random.default_rng(5).integers(0, 900, 20)]
 CHUNKS, TOKENS = 2, 4
 HOW: dict[str, Any] = {"seed": 7, "temperature": 1.0, "logprobs": 2, "ignore_eos": True}
