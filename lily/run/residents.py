@@ -189,9 +189,8 @@ class Residents:
         policy = self._runner.policy
         points = len(kept_points(tokens, 0, policy, self._marks, (len(tokens),))) + len(chosen.sequence.points)
         promised = sum(self._filled(r.reserved, r.points) for r in self._all if r.reserved and r is not chosen)
-        alone = not promised and len(self._all) == 1
-        if promised + self._filled(reserve, points) > self._budget and not alone:
-            return False
+        if promised and promised + self._filled(reserve, points) > self._budget:
+            return False  # one that runs alone always fits, but for points beyond the usual ones
         if not self._make_room(chosen, min(len(tokens) + 1, reserve), points, {chosen, kept}) and kept is not chosen:
             return False
         chosen.reserved, chosen.points = reserve, points

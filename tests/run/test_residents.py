@@ -251,3 +251,15 @@ def test_that_something_was_evicted_is_said() -> None:
     chat(pool, long)
     chat(pool, conversation((2, 900), *[(2 + n % 2, n + 100) for n in range(60)]))
     assert chat(pool, [*long, 7])[1:] == (0, "evicted")
+
+
+def test_where_nothing_else_runs_a_request_with_many_points_is_served() -> None:
+    """Beside an idle conversation, with memory for one full context and the usual points: there is nothing to wait for."""
+    runner = FakeRunner(CANONICAL, fixed=FIXED, state=50)
+    pool = Residents(
+        runner, count=2, budget=FIXED + 1100 + 4 * 50, max_context=1000, marks=MARKS,  # type: ignore[arg-type]
+        sequence_bytes=lambda tokens, points: FIXED + tokens + 50 * points,
+    )  # fmt: skip
+    chat(pool, conversation((2, 1)))
+    long = [1, 5, *range(5000, 5800), *conversation((2, 2))]  # a first message with points of its own
+    assert pool.take(long, 1000) is not None
