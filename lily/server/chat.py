@@ -19,6 +19,7 @@ from lily.server.requests import (
     Model,
     Request,
     continued,
+    objects,
     read_number_of_replies,
     read_priority,
     read_sampling,
@@ -67,10 +68,9 @@ def _messages(fields: Fields) -> tuple[list[Message], Message | None]:
 
 
 def _tools(fields: Fields) -> list[Mapping[str, Any]]:
-    tools = fields.items("tools") or []
-    for index, tool in enumerate(tools):
-        _check_tool(tool, f"tools[{index}]")
-    return tools
+    for tool in objects(fields, "tools"):
+        _check_tool(tool)
+    return fields.items("tools") or []
 
 
 def _budget(fields: Fields, effort: str | None) -> int | None:
@@ -81,12 +81,8 @@ def _budget(fields: Fields, effort: str | None) -> int | None:
     return None if effort in (None, "none") else EFFORTS[effort]
 
 
-def _check_tool(tool: object, where: str) -> None:
-    if not isinstance(tool, dict):
-        raise wrong(where, f"{where} must be an object with type and function")
-    fields = Fields(tool, where)
-    if fields.given("type") != "function":
-        fields.refuse("type", "function")
+def _check_tool(fields: Fields) -> None:
+    fields.choice("type", ("function",))
     function = fields.mapping("function")
     if function is None:
         fields.refuse("function", "an object with name, description and parameters")

@@ -102,6 +102,13 @@ class Fields:
             self.refuse(field, ", ".join(allowed))
         return value
 
+    def choice(self, field: str, allowed: Collection[str]) -> str:
+        """One of some strings, which must be there."""
+        value = self.one_of(field, allowed)
+        if value is None:
+            self.refuse(field, ", ".join(allowed))
+        return value
+
     def unavailable(self, field: str, what: str, instead: str) -> NoReturn:
         """RequestError (400): a field's value is legal, and Lily cannot do it yet."""
         full = self.name(field)

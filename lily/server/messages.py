@@ -17,20 +17,23 @@ from typing import Any
 
 from lily.server.blocks import Block, Blocks, Step
 from lily.server.counts import Head
-from lily.server.errors import RequestError, wrong
+from lily.server.errors import RequestError
 from lily.server.fields import Fields
 from lily.server.replies import Progress, Reply
 from lily.server.requests import (
     Model,
     Request,
+    check_offered,
     continued,
+    json_schema,
     limit,
+    objects,
     read_priority,
     read_sampling,
     template_options,
 )
 from lily.streaming import Completion, StreamChunk
-from lily.text.demands import Demands
+from lily.text.demands import Demands, Tools
 from lily.text.template import Message
 
 BILLING = "x-anthropic-billing-header:"
@@ -76,9 +79,7 @@ def _sampling(fields: Fields, model: Model) -> dict[str, Any]:
 def _thinking(fields: Fields) -> tuple[bool, int | None]:
     """Whether the reply begins with reasoning, and how many tokens of it at most. Off where nothing is said of it."""
     given = Fields(fields.mapping("thinking") or {"type": "disabled"}, "thinking")
-    kind = given.one_of("type", _THINKING)
-    if kind is None:
-        given.refuse("type", ", ".join(_THINKING))
+    kind = given.choice("type", _THINKING)
     return kind != "disabled", given.whole("budget_tokens", 1) if kind == "enabled" else None
 
 
@@ -90,35 +91,23 @@ def _schema(fields: Fields) -> Mapping[str, Any] | None:
     if given is None:
         return None
     inner = Fields(given, where.name(name))
-    if inner.one_of("type", ("json_schema",)) is None:
-        inner.refuse("type", "json_schema")
-    schema = inner.mapping("schema")
-    if schema is None:
-        inner.refuse("schema", "a JSON schema")
-    return schema
+    inner.choice("type", ("json_schema",))
+    return json_schema(inner)
 
 
-def _tools(fields: Fields) -> tuple[Demands, list[Mapping[str, Any]] | None]:
+def _tools(fields: Fields) -> tuple[Demands, Tools | None]:
     """What is demanded of calls, and the client's own tools in the chat's form."""
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.items("tools") or ()):
-        where = f"tools[{index}]"
-        if not isinstance(tool, dict):
-            raise wrong(where, f"{where} must be an object with name and input_schema")
-        if tool.get("type") in (None, "custom"):
-            tools.append(_function(Fields(tool, where)))
+    tools = [_function(tool) for tool in objects(fields, "tools") if tool.given("type") in (None, "custom")]
     choice = Fields(fields.mapping("tool_choice") or {"type": "auto"}, "tool_choice")
-    kind = choice.one_of("type", _CHOICES)
-    if kind is None:
-        choice.refuse("type", ", ".join(_CHOICES))
+    kind = choice.choice("type", _CHOICES)
     parallel = not choice.flag("disable_parallel_tool_use")
     if kind in ("any", "tool") and not tools:
         choice.refuse("type", "auto or none, since tools has none")
     if kind == "none" or not tools:
         return Demands(), None
     name = choice.text("name") if kind == "tool" else None
-    if kind == "tool" and not any(tool["function"]["name"] == name for tool in tools):
-        choice.refuse("name", "the name of one of the tools")
+    if kind == "tool":
+        check_offered(choice, name, tools)
     return Demands(call=kind in ("any", "tool"), function=name, parallel=parallel), tools
 
 
@@ -135,18 +124,11 @@ def _function(fields: Fields) -> dict[str, Any]:
 
 # ---- its messages
 def _messages(fields: Fields) -> list[Message]:
-    given = fields.items("messages")
-    if not given:
+    if not fields.items("messages"):
         fields.refuse("messages", "a list of messages, each with role and content")
     messages = _system(fields)
-    for index, message in enumerate(given):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise wrong(where, f"{where} must be an object with role and content")
-        item = Fields(message, where)
-        role = item.one_of("role", _ROLES)
-        if role is None:
-            item.refuse("role", ", ".join(_ROLES))
+    for item in objects(fields, "messages"):
+        role = item.choice("role", _ROLES)
         blocks = _blocks(item, "content")
         if role == "assistant":
             messages.append(_assistant(blocks))
@@ -171,16 +153,10 @@ def _blocks(fields: Fields, name: str) -> list[Fields]:
     if given is None:
         return []
     if isinstance(given, str):
-        given = [{"type": "text", "text": given}]
+        return [Fields({"type": "text", "text": given}, fields.name(name))]
     if not isinstance(given, list):
         fields.refuse(name, "a string, or a list of blocks")
-    blocks = []
-    for index, block in enumerate(given):
-        where = f"{fields.name(name)}[{index}]"
-        if not isinstance(block, dict):
-            raise wrong(where, f"{where} must be an object with type")
-        blocks.append(Fields(block, where))
-    return blocks
+    return objects(fields, name)
 
 
 def _text(block: Fields) -> str:

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from lily.errors import show
 from lily.kernels import MAX_BIAS, MAX_TOP_LOGPROBS
 from lily.run.requests import Scheduling
 from lily.server.errors import wrong
 from lily.server.fields import Fields
 from lily.streaming import Stream
-from lily.text.demands import NONE, Demands
+from lily.text.demands import NONE, Demands, Tools
 from lily.text.template import END_THINK, Message, normalise_messages, reply_start, starts_in_reasoning
 
 if TYPE_CHECKING:
@@ -147,6 +148,31 @@ def template_options(fields: Fields, model: Model, *, tools: bool, thinking: boo
             raise wrong(full, f"{full} is set by Lily itself; leave it out")
     options |= given
     return {name: value for name, value in options.items() if name in model.template_options}
+
+
+def objects(fields: Fields, name: str) -> list[Fields]:
+    """The objects of a list, each with its own name; [] where there is no list."""
+    found = []
+    for index, value in enumerate(fields.items(name) or ()):
+        where = f"{fields.name(name)}[{index}]"
+        if not isinstance(value, dict):
+            raise wrong(where, f"{where} is {show(value)}; allowed: an object")
+        found.append(Fields(value, where))
+    return found
+
+
+def json_schema(fields: Fields) -> Mapping[str, Any]:
+    """The field ``schema``, which must be there."""
+    schema = fields.mapping("schema")
+    if schema is None:
+        fields.refuse("schema", "a JSON schema")
+    return schema
+
+
+def check_offered(choice: Fields, name: str | None, tools: Tools) -> None:
+    """Refuses a choice of a tool that is not among those of the request."""
+    if not any(tool["function"]["name"] == name for tool in tools):
+        choice.refuse("name", "the name of one of the tools")
 
 
 def continued(messages: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Message], Message | None]:

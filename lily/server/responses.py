@@ -24,15 +24,18 @@ from lily.server.requests import (
     EFFORTS,
     Model,
     Request,
+    check_offered,
     continued,
+    json_schema,
     limit,
+    objects,
     read_priority,
     read_sampling,
     template_options,
     top_logprobs,
 )
 from lily.streaming import Completion, StreamChunk, TokenLogprob
-from lily.text.demands import Demands
+from lily.text.demands import Demands, Tools
 from lily.text.template import Message
 
 _ENCRYPTED = b"lily1:"  # what the content that only we can read begins with
@@ -108,26 +111,15 @@ def _format(fields: Fields, demands: Demands) -> Demands:
     if given is None:
         return demands
     inner = Fields(given, "text.format")
-    kind = inner.one_of("type", _FORMATS)
-    if kind is None:
-        inner.refuse("type", ", ".join(_FORMATS))
+    kind = inner.choice("type", _FORMATS)
     if kind == "text":
         return demands
-    schema: Mapping[str, Any] | None = {}
-    if kind == "json_schema" and (schema := inner.mapping("schema")) is None:
-        inner.refuse("schema", "a JSON schema")
-    return replace(demands, schema=schema)
+    return replace(demands, schema=json_schema(inner) if kind == "json_schema" else {})
 
 
-def _tools(fields: Fields) -> tuple[Demands, list[Mapping[str, Any]] | None]:
+def _tools(fields: Fields) -> tuple[Demands, Tools | None]:
     """What is demanded of calls, and the functions among the tools in the chat's form."""
-    tools: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(fields.items("tools") or ()):
-        where = f"tools[{index}]"
-        if not isinstance(tool, dict):
-            raise wrong(where, f"{where} must be an object with type and name")
-        if tool.get("type") == "function":
-            tools.append(_function(Fields(tool, where)))
+    tools = [_function(tool) for tool in objects(fields, "tools") if tool.given("type") == "function"]
     parallel = fields.flag("parallel_tool_calls", True)
     choice = fields.given("tool_choice")
     if isinstance(choice, dict):
@@ -145,23 +137,18 @@ def _function(fields: Fields) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _chosen(
-    choice: Fields, tools: list[Mapping[str, Any]], parallel: bool
-) -> tuple[Demands, list[Mapping[str, Any]] | None]:
-    kind = choice.one_of("type", ("function", "allowed_tools"))
+def _chosen(choice: Fields, tools: Tools, parallel: bool) -> tuple[Demands, Tools | None]:
+    kind = choice.choice("type", ("function", "allowed_tools"))
     if kind == "allowed_tools":
         names = [tool.get("name") for tool in choice.items("tools") or () if isinstance(tool, dict)]
         allowed = [tool for tool in tools if tool["function"]["name"] in names]
         return _by_mode(choice.one_of("mode", ("auto", "required")), allowed, parallel)
     name = choice.text("name")
-    if kind is None or not any(tool["function"]["name"] == name for tool in tools):
-        choice.refuse("name", "the name of one of the tools")
+    check_offered(choice, name, tools)
     return Demands(call=True, function=name, parallel=parallel), tools
 
 
-def _by_mode(
-    mode: str | None, tools: list[Mapping[str, Any]], parallel: bool
-) -> tuple[Demands, list[Mapping[str, Any]] | None]:
+def _by_mode(mode: str | None, tools: Tools, parallel: bool) -> tuple[Demands, Tools | None]:
     if mode == "required" and not tools:
         raise wrong("tool_choice", "tool_choice is required, but tools has no function; give at least one")
     if mode == "none" or not tools:
@@ -179,11 +166,8 @@ def _messages(fields: Fields) -> list[Message]:
     messages = _Messages()
     if (instructions := fields.text("instructions")) is not None:
         messages.add({"role": "system", "content": instructions})
-    for index, item in enumerate(given):
-        where = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise wrong(where, f"{where} must be an object, a message or another item")
-        _take(Fields(item, where), messages)
+    for item in objects(Fields({"input": given}), "input"):
+        _take(item, messages)
     return messages.all
 
 
@@ -245,9 +229,7 @@ def _take(item: Fields, messages: _Messages) -> None:
 
 
 def _take_message(item: Fields, messages: _Messages) -> None:
-    role = item.one_of("role", _ROLES)
-    if role is None:
-        item.refuse("role", ", ".join(_ROLES))
+    role = item.choice("role", _ROLES)
     text = _text(item, "content")
     if role == "assistant":
         messages.say(text)

@@ -254,7 +254,7 @@ def test_that_something_was_evicted_is_said() -> None:
 
 
 def test_where_nothing_else_runs_a_request_with_many_points_is_served() -> None:
-    """Beside an idle conversation, with memory for one full context and the usual points: there is nothing to wait for."""
+    """Beside an idle conversation, with memory for a full context and the usual points: there is none to wait for."""
     runner = FakeRunner(CANONICAL, fixed=FIXED, state=50)
     pool = Residents(
         runner, count=2, budget=FIXED + 1100 + 4 * 50, max_context=1000, marks=MARKS,  # type: ignore[arg-type]
