@@ -48,7 +48,6 @@ LOG = logging.getLogger("lily.server")
 _RETRY_SECONDS = 5
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
-Told = Callable[[Exception, str], RequestError]
 
 
 @dataclass(frozen=True)
@@ -97,21 +96,21 @@ class App:
 
     def _router(self) -> Router:
         endpoints: dict[str, _Endpoint] = {
-            "/health": _Endpoint(self.told, "GET", self._health),
-            "/metrics": _Endpoint(self.told, "GET", self._metrics_text),
-            "/props": _Endpoint(self.told, "GET", self._props),
-            "/slots": _Endpoint(self.told, "GET", self._slots),
-            "/v1/models": _Endpoint(self.told, "GET", self._models),
-            "/v1/models/{name:path}": _Endpoint(self.told, "GET", self._one_model),
+            "/health": _Endpoint(self, "GET", self._health),
+            "/metrics": _Endpoint(self, "GET", self._metrics_text),
+            "/props": _Endpoint(self, "GET", self._props),
+            "/slots": _Endpoint(self, "GET", self._slots),
+            "/v1/models": _Endpoint(self, "GET", self._models),
+            "/v1/models/{name:path}": _Endpoint(self, "GET", self._one_model),
         }
         for path in FILES:
-            endpoints[path] = _Endpoint(self.told, "GET", _page)
+            endpoints[path] = _Endpoint(self, "GET", _page)
         for path, dialect in DIALECTS.items():
-            endpoints[path] = _Endpoint(self.told, "POST", partial(self._generate, dialect), dialect.field)
+            endpoints[path] = _Endpoint(self, "POST", partial(self._generate, dialect), dialect.field)
         for path, answer in ANSWERS.items():
-            endpoints[path] = _Endpoint(self.told, "POST", partial(self._answer, answer))
+            endpoints[path] = _Endpoint(self, "POST", partial(self._answer, answer))
         routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
-        return Router(routes, redirect_slashes=False, default=_Endpoint(self.told, None, _nothing_there))
+        return Router(routes, redirect_slashes=False, default=_Endpoint(self, None, _nothing_there))
 
     # ---- what needs no device
     async def _health(self, http: HttpRequest) -> ASGIApp:
@@ -163,6 +162,12 @@ class App:
             LOG.error("%s", error)
         return failure
 
+    def failed(self, path: str, failure: RequestError) -> None:
+        """A request is answered with an error."""
+        if path in DIALECTS:
+            self._metrics.failed(path, str(failure.status))
+        LOG.info("%s %d: %s", show(path), failure.status, failure.code or failure.param)
+
     def _check_running(self) -> None:
         if self.stopping or self.engine.closed:
             raise _stopping()
@@ -191,11 +196,11 @@ class App:
                     return
                 over = relay.ended == STOPPING or self.engine.closed
                 failure = _stopping() if over else self.told(error, request.prompt_field)
-                LOG.info("%s %d: %s", path, failure.status, failure.code or failure.param)
-                self._metrics.failed(path, str(failure.status))
+                self.failed(path, failure)
                 await outgoing.fail(failure, reply if request.stream else None, scope, receive)
             else:
-                self._metrics.done(path, done)
+                for one in done:
+                    self._metrics.done(path, one)
                 LOG.info("%s 200: %s", path, _figures(done, time.monotonic() - began))
 
     @asynccontextmanager
@@ -234,8 +239,9 @@ class App:
 class _Endpoint:
     """One path: its method, and what makes the response. Whatever goes wrong before it begins is told the client."""
 
-    def __init__(self, told: Told, method: str | None, handler: Handler, field: str = "messages") -> None:
-        self._told, self._method, self._handler, self._field = told, method, handler, field
+    def __init__(self, app: App, method: str | None, handler: Handler, field: str = "messages") -> None:
+        self._told, self._failed = app.told, app.failed
+        self._method, self._handler, self._field = method, handler, field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -247,7 +253,7 @@ class _Endpoint:
             await response(scope, receive, send)
         except Exception as error:
             failure = self._told(error, self._field)
-            LOG.info("%s %d: %s", show(scope["path"]), failure.status, failure.code or failure.param)
+            self._failed(scope["path"], failure)
             await refusal(failure, scope["path"])(scope, receive, send)
 
 
@@ -271,8 +277,9 @@ def _stopping() -> RequestError:
     return RequestError(503, f"{STOPPING}; send the request again later", code="stopping")
 
 
-def _figures(reply: Completion, seconds: float) -> str:
+def _figures(replies: list[Completion], seconds: float) -> str:
+    first, last = replies[0], replies[-1]
     return (
-        f"{reply.prompt_tokens} tokens of prompt ({reply.cached_tokens} cached: {reply.reuse}), "
-        f"{reply.completion_tokens} of reply, {reply.finish_reason}, {seconds:.2f} s"
+        f"{first.prompt_tokens} tokens of prompt ({first.cached_tokens} cached: {first.reuse}), "
+        f"{sum(reply.completion_tokens for reply in replies)} of reply, {last.finish_reason}, {seconds:.2f} s"
     )

@@ -31,7 +31,9 @@ class Metrics:
         def count(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"lily_{name}", what, labels, registry=registry)
 
-        self._requests = count("requests", "Requests for a reply, by path and by how they ended.", "path", "outcome")
+        self._requests = count(
+            "requests", "Replies, and requests without one, by path and by how they ended.", "path", "outcome"
+        )
         self._prompt = count("prompt_tokens", "Tokens of prompts, those included that were there already.")
         self._cached = count("cached_tokens", "Tokens of prompts that were there already.")
         self._generated = count("generated_tokens", "Tokens of replies.")

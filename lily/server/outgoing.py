@@ -32,30 +32,31 @@ class Outgoing:
         self._relay, self._asgi_send, self._settings = relay, send, settings
         self._begun = False  # a part of a stream was sent
 
-    async def whole(self, reply: Reply) -> Completion:
-        """Sends the reply in one piece. Raises what has ended it."""
-        completion = None
+    async def whole(self, reply: Reply) -> list[Completion]:
+        """Sends the reply, or all of several, in one piece. Raises what has ended it."""
+        came: list[Completion | None] = []
         while (chunk := await self._relay.next()) is not None:
             if reply.ordered:
                 deque(reply.push(chunk), maxlen=0)
-            completion = chunk.completion
-        done = _ended(completion)
-        body = json.dumps(reply.whole(done), ensure_ascii=False).encode()
+            _add(came, chunk)
+        done = _all_ended(came)
+        body = json.dumps(reply.whole(done[-1]), ensure_ascii=False).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
         return done
 
-    async def stream(self, reply: Reply) -> Completion:
-        """Sends the reply as it comes. Raises what has ended it."""
-        completion, spoken = None, False
+    async def stream(self, reply: Reply) -> list[Completion]:
+        """Sends the reply, or one after the other, as it comes. Raises what has ended it."""
+        came: list[Completion | None] = []
+        spoken = False
         while (chunk := await self._next(reply)) is not None:
             if not spoken:
                 spoken = True
                 await self._parts(reply.begin(self._relay.prompt))
             await self._parts(reply.push(chunk))
-            completion = chunk.completion
-        done = _ended(completion)
+            _add(came, chunk)
+        done = _all_ended(came)
         await self._part(reply.closing, more=False)
         return done
 
@@ -103,7 +104,15 @@ def encoded(part: Part) -> bytes:
     return f"{name}data: {data}\n\n".encode()
 
 
-def _ended(completion: Completion | None) -> Completion:
-    if completion is None:
+def _add(done: list[Completion | None], chunk: StreamChunk) -> None:
+    """Of the reply that is coming the last entry is its completion, None before its end."""
+    if not done or done[-1] is not None:
+        done.append(None)
+    done[-1] = chunk.completion
+
+
+def _all_ended(done: list[Completion | None]) -> list[Completion]:
+    ended = [completion for completion in done if completion is not None]
+    if not done or len(ended) < len(done):
         raise LilyError("the reply was cancelled before its end")
-    return completion
+    return ended

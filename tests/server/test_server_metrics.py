@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_harness import HI, Running, gated, open_tiny, read_until, serving
 
 from lily.engine import Engine
+from lily.server.app import DIALECTS
 
 SECRET = "a very peculiar otter"
 
@@ -35,17 +36,25 @@ def test_requests_and_tokens_are_counted(fresh: Engine) -> None:
         replies = [server.chat(ask).json() for _ in range(2)]
         server.chat(ask, temperature=-1)
         server.post("/v1/messages", {**ask, "max_tokens": 4000, "messages": [{"role": "user", "content": "w " * 3000}]})
+        server.post("/v1/responses", {"input": []})  # refused before it is asked of the engine
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "n": 3, "seed": 1, "ignore_eos": True})
+        server.get("/v1/models")
+        server.get("/nowhere")
         server.is_free()
         got = samples(server)
         text = server.get("/metrics").text
     usage = [reply["usage"] for reply in replies]
+    prompt = len(fresh.tokenizer.encode("a"))  # one token, which is never there already
     assert got["lily_requests_total", "length", "/v1/chat/completions"] == 2
     assert got["lily_requests_total", "400", "/v1/chat/completions"] == 1
     assert got["lily_requests_total", "400", "/v1/messages"] == 1
-    assert got["lily_prompt_tokens_total",] == sum(u["prompt_tokens"] for u in usage)
+    assert got["lily_requests_total", "400", "/v1/responses"] == 1
+    assert got["lily_requests_total", "length", "/v1/completions"] == 3
+    assert {path for name, *labels in got if name == "lily_requests_total" for path in labels[1:]} <= set(DIALECTS)
+    assert got["lily_prompt_tokens_total",] == sum(u["prompt_tokens"] for u in usage) + 3 * prompt
     assert got["lily_cached_tokens_total",] == sum(u["prompt_tokens_details"]["cached_tokens"] for u in usage) > 0
-    assert got["lily_generated_tokens_total",] == 10
-    assert got["lily_first_token_seconds_count",] == got["lily_between_tokens_seconds_count",] == 2
+    assert got["lily_generated_tokens_total",] == 10 + 6
+    assert got["lily_first_token_seconds_count",] == got["lily_between_tokens_seconds_count",] == 2 + 3
     assert got["lily_prompt_seconds_total",] == pytest.approx(got["lily_first_token_seconds_sum",])
     assert got["lily_requests_in_progress",] == 0
     assert got["lily_conversations_bytes",] > 0
