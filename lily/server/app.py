@@ -210,7 +210,7 @@ class App:
         whole: of its chunks only the last one is wanted.
         """
         self._check_running()
-        if self.requests > self.settings.queue:
+        if self.requests >= self.settings.queue + self.engine.sequences:
             raise RequestError(
                 503, f"{self.requests} requests run or wait; send this one later", code="queue_full",
                 headers={"Retry-After": str(_RETRY_SECONDS)},

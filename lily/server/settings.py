@@ -18,9 +18,10 @@ class Settings:
     model: the name under which the model is listed. hosts: names that the Host header may have beside those of this
     machine and the address that was connected to. origins: web pages that may use the server; ``*`` is all.
     key: what clients must show, if there is one. max_tokens: at most that many tokens of a reply, whatever is asked.
-    queue: requests that may wait while one runs. request_timeout: how long a client may take to send a request, and
-    may let a reply lie unread. keep_alive: between two signs of life while the prompt is read. template_args: options
-    of the chat template where the request does not give them. max_body: bytes of a request.
+    queue: requests that may wait while one runs in each of the engine's sequences. request_timeout: how long a client
+    may take to send a request, and may let a reply lie unread. keep_alive: between two signs of life while the prompt
+    is read. template_args: options of the chat template where the request does not give them. max_body: bytes of a
+    request.
     """
 
     model: str

@@ -325,12 +325,13 @@ def test_no_body_whatever_it_holds_is_a_failure_of_the_server(server: Running) -
 
 def test_a_full_queue_is_said_with_when_to_come_again(engine: Engine) -> None:
     with serving(engine, queue=1) as server, gated() as gate:
-        waiting = [server.connect("/v1/chat/completions", messages=HI, max_tokens=1) for _ in range(2)]
-        until(lambda: gate.reached == 2, "one request runs and one waits")
+        count = engine.sequences + 1
+        waiting = [server.connect("/v1/chat/completions", messages=HI, max_tokens=1) for _ in range(count)]
+        until(lambda: gate.reached == count, "one request runs in each sequence and one waits")
         response = server.chat()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_full")
         assert int(response.headers["retry-after"]) > 0
-        assert server.get("/health").json() == {"status": "ok", "requests": 2}
+        assert server.get("/health").json() == {"status": "ok", "requests": count}
         gate.open()
         server.is_free()
         assert server.chat(max_tokens=1).status_code == 200

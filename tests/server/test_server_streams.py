@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from server_harness import HI, Running, events, gated, open_tiny, read_all, read_until, serving
+from server_harness import HI, Running, body_of, events, gated, open_tiny, read_all, read_until, serving
 from waiting import PATIENCE, until
 
 from lily.engine import Engine
@@ -30,17 +30,6 @@ from lily.streaming import StreamChunk
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {"messages": HI, "ignore_eos": True, "seed": 1}
 SHORT: dict[str, Any] = {"messages": HI, "seed": 1, "max_tokens": 8}
-
-
-def body_of(data: bytes) -> str:
-    """The body of a response in chunks, put together."""
-    _, _, rest = data.partition(b"\r\n\r\n")
-    text = b""
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        text += rest[: int(size, 16)]
-        rest = rest[int(size, 16) + 2 :]
-    return text.decode()
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,29 @@ def read_all(connection: socket.socket) -> bytes:
     return read_until(connection, b"\0 never")
 
 
+def body_of(data: bytes) -> str:
+    """The body of a response in chunks, put together."""
+    _, _, rest = data.partition(b"\r\n\r\n")
+    text = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        text += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return text.decode()
+
+
+async def exchange(port: int, path: str, body: Any) -> tuple[int, str]:
+    """Status and body of the response to one request, on a bare connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    got = await reader.read()
+    writer.close()
+    whole = got.partition(b"\r\n\r\n")[2].decode() if b"\r\ncontent-length: " in got else body_of(got)
+    return int(got.split(b" ", 2)[1]), whole
+
+
 def events(text: str) -> list[dict[str, Any]]:
     """The objects of a stream of events, which has to end with ``[DONE]``."""
     *lines, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
