@@ -19,6 +19,7 @@ from lily._version import __version__
 from lily.device import sysctl
 from lily.device.kinds import Option, environment_options, kind_of
 from lily.errors import LilyError
+from lily.private_files import check_private, make_private, replacing
 
 _FILE = "tune.json"
 
@@ -74,13 +75,10 @@ def remember(model: str, option: Option, winner: str, milliseconds: Mapping[str,
     won = {option.name: winner} if winner != option.default else {}
     choices[machine()][model] = {"options": won, "milliseconds": dict(milliseconds)}
     target = folder() / _FILE
-    part = target.with_name(f"{_FILE}.{os.getpid()}")
     try:
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(target.parent)
-        part.write_text(json.dumps(choices, indent=1) + "\n", encoding="utf-8")
-        part.chmod(0o600)
-        part.replace(target)
+        make_private(target.parent)
+        with replacing(target) as file:
+            file.write((json.dumps(choices, indent=1) + "\n").encode())
     except OSError as error:
         raise LilyError(f"the choice cannot be kept in {target}: {error.strerror}") from None
     return target
@@ -91,15 +89,8 @@ def _read() -> dict[str, Any]:
     path = folder() / _FILE
     if not path.exists():
         return {}
-    _check_private(path.parent)
+    check_private(path.parent)
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or not all(isinstance(models, dict) for models in found.values()):
         raise ValueError(f"{path} is damaged")
     return found
-
-
-def _check_private(path: Path) -> None:
-    """OSError unless only this user can read and write the folder."""
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(0, f"the folder is open to other users (chmod 700 {path})", str(path))
