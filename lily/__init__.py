@@ -16,6 +16,7 @@ from lily._version import __version__
 if TYPE_CHECKING:
     from lily.engine import Engine, Score
     from lily.errors import (
+        CacheError,
         CheckpointError,
         ContextLengthError,
         DeviceError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lily.streaming import Completion, Stream, StreamChunk, Timings, TokenLogprob, ToolCall, ToolCallDelta
 
 __all__ = [
+    "CacheError",
     "CheckpointError",
     "Completion",
     "ContextLengthError",
@@ -56,6 +58,7 @@ __all__ = [
 _HOMES = {
     "lily.engine": ("Engine", "Score"),
     "lily.errors": (
+        "CacheError",
         "CheckpointError",
         "ContextLengthError",
         "DeviceError",

@@ -12,9 +12,9 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
 
@@ -29,19 +29,22 @@ from lily.device.kinds import choose_device
 from lily.device.pipelines import compile_pipelines, pipelines
 from lily.device.tuned import opening_options
 from lily.device.weights import Weights
-from lily.errors import DeviceError, InvalidRequestError, show
+from lily.errors import DeviceError, InvalidRequestError, LilyError, show
 from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.reply_text import ReplyText
 from lily.run.budget import SOME_LENGTH, Budget, plan_context, residents_bytes, sequence_bytes, sequences_for
 from lily.run.chunks import cut, kept_points
+from lily.run.identity import identity
 from lily.run.points import Marks
 from lily.run.requests import Request, Scheduling
 from lily.run.residents import Resident, Residents, Slot
 from lily.run.runner import Runner
+from lily.run.saved import Saved, read, restore, save
 from lily.run.scheduler import Scheduler, Task, Work
 from lily.run.sequence import check_context
+from lily.run.shelf import Shelf
 from lily.sampling import Sampling, SamplingParams, check_ids, checkpoint_defaults, make_params
 from lily.streaming import Completion, ReplyChunks, Stream
 from lily.text.demands import NONE, Demands, Tools, demands_of, offered_tools
@@ -56,6 +59,9 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 256
 MAX_SEQUENCES = 64
+DISK_BYTES = 10 * 10**9
+"""For conversations on disk; of the 35B model eight of 45,000 tokens."""
+
 _PROMPTS = "a prompt is text or a list of token ids (whole numbers)"
 
 OnPrompt = Callable[[int, int], None]
@@ -86,7 +92,9 @@ class Engine:
     device: ``auto``, ``cpu`` or ``metal``. max_context: tokens of prompt and reply together; by default what
     the model allows and memory holds. threads: of the cpu device. ablate: names of mechanisms to switch off.
     progress: called with (bytes done, bytes in all) while weights are read. sequences: conversations, at most, that
-    stay on the device and may be under way at the same time; by default 4, fewer where memory is short.
+    stay on the device and may be under way at the same time; by default 4, fewer where memory is short. cache_bytes:
+    what they may take together. cache_dir: a folder in which those are kept that have to give way, cache_disk_bytes at
+    most (run/shelf.py).
     Raises CheckpointError, DeviceError or InvalidRequestError.
     """
 
@@ -94,10 +102,11 @@ class Engine:
         self, model: str | Path | None = None, *, device: str = "auto", max_context: int | None = None,
         threads: int | None = None, ablate: Sequence[str] | str = (),
         progress: Callable[[int, int], None] | None = None, sequences: int | None = None,
+        cache_bytes: int | None = None, cache_dir: str | Path | None = None, cache_disk_bytes: int = DISK_BYTES,
     ) -> None:  # fmt: skip
         self._closed = True  # until everything is there
         _check_options(max_context, threads)
-        asked = _checked_sequences(sequences)
+        self._cache = Cache.checked(sequences, cache_bytes, cache_dir, cache_disk_bytes)
         name = choose_device(device)
         self._policy = policy_for(name, _ablations(ablate))
         self.model = resolve_model(None if model is None else str(model))
@@ -105,7 +114,7 @@ class Engine:
             self._describe(checkpoint)
             self._device = open_checked(device, **opening_options(name, self.model.key, threads))
             try:
-                self._load(checkpoint, device, max_context, asked, progress)
+                self._load(checkpoint, device, max_context, progress)
             except BaseException:
                 self._device.close()
                 raise
@@ -122,19 +131,25 @@ class Engine:
         # An id beyond the tokenizer's is a padding row, which is never drawn.
         self._stop_ids = tuple(id for id in own_stops if id < self.tokenizer.num_tokens)
         self._guides = Guides(self.tokenizer)
+        self._fingerprint = checkpoint.fingerprint()
         self._marks = Marks.of(self.tokenizer.encode, self.tokenizer.id_of)
 
     def _load(
-        self, checkpoint: Checkpoint, asked: str, max_context: int | None, sequences: int | None,
+        self, checkpoint: Checkpoint, asked: str, max_context: int | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:  # fmt: skip
         """Weights into the device's memory, kernels compiled, a sequence ready to begin."""
-        config, device = self.config, self._device
+        config, device, cache = self.config, self._device, self._cache
         weights = map_weights(config, self._policy)
         budget = Budget.of(device)
         self.max_context, self.memory = plan_context(
-            config, self._policy, weights, budget=budget, max_context=max_context, name=self.model.name
-        )
+            config, self._policy, weights, budget=budget, max_context=max_context, name=self.model.name,
+            pool=cache.bytes,
+        )  # fmt: skip
+        needed = partial(sequence_bytes, config, self._policy)
+        pool = residents_bytes(budget, self.memory, needed(self.max_context), cache.bytes)
+        self.sequences = cache.sequences or sequences_for(pool, needed(min(SOME_LENGTH, self.max_context)))
+        shelf = self._shelf()
         with cpu_remedy(asked):
             compile_pipelines(device, pipelines(config, self._policy, weights, self.max_context))
         done = 0
@@ -152,13 +167,11 @@ class Engine:
             vocab = min(self.tokenizer.num_tokens, config.vocab_size)
             self._runner = Runner(device, config, self._policy, self._weights, vocab=vocab)
             parts.callback(self._runner.close)
-            needed = partial(sequence_bytes, config, self._policy)
-            pool = residents_bytes(budget, self.memory, needed(self.max_context))
-            self.sequences = sequences or sequences_for(pool, needed(min(SOME_LENGTH, self.max_context)))
             self._residents = Residents(
                 self._runner, count=self.sequences, budget=pool, max_context=self.max_context, marks=self._marks,
-                sequence_bytes=needed,
+                sequence_bytes=needed, shelf=shelf,
             )  # fmt: skip
+            parts.callback(self._residents.shelve)
             self._device_info = described(device.info)
             kept = ExitStack()
             self._scheduler = Scheduler(
@@ -166,6 +179,14 @@ class Engine:
                 short=self._policy.part_rows,
             )  # fmt: skip
             kept.push(parts.pop_all())  # there is a thread that will give them back
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        return identity(self._device, self._policy, self._fingerprint)
+
+    def _shelf(self) -> Shelf | None:
+        folder, limit = self._cache.folder, self._cache.disk_bytes
+        return None if folder is None else Shelf(folder, limit, self._identity, vocab=self.config.vocab_size)
 
     def __enter__(self) -> Self:
         return self
@@ -220,6 +241,45 @@ class Engine:
     def slots(self) -> list[Slot]:
         """The conversations that are on the device, and whether a request uses them. Waits for nothing."""
         return self._residents.slots
+
+    # ---- conversations as files
+    def save_cache(self, path: str | Path) -> int:
+        """Writes the conversation that was used last to ``path``, for ``load_cache`` of a later engine; its tokens.
+
+        It is written as far as a later prompt can go on from it: 0 tokens, and no file, where that is nowhere. Readable
+        by this user only. LilyError: it cannot be written; what was there before is still there.
+        """
+        self._check_open()
+        return self._scheduler.call(partial(self._save, Path(path)))
+
+    def _save(self, path: Path) -> int:
+        resident = self._residents.latest
+        if not resident.sequence.states(in_use=resident.reserved > 0):
+            return 0
+        try:
+            return save(path, self._identity, resident.sequence, in_use=resident.reserved > 0).latest
+        except OSError as error:
+            raise LilyError(f"the conversation cannot be saved in {path}: {error.strerror}") from None
+
+    def load_cache(self, path: str | Path) -> int:
+        """Reads a conversation that ``save_cache`` wrote, so that prompts go on from it; gives its number of tokens.
+
+        CacheError: the file is damaged, or of another model, machine, device or build of Lily, whose states would not
+        give the same bits. ContextLengthError: it is longer than the context.
+        """
+        self._check_open()
+        saved = read(Path(path), self._identity, vocab=self.config.vocab_size)
+        check_context(self.config, self.max_context, saved.latest, "saved conversation")
+        request = Request()
+        task = Task(request, [*saved.tokens, 0], saved.latest + 1, partial(self._restore, saved))
+        with request.reading:
+            list(self._received(task, _nobody_waits))
+        return saved.latest
+
+    def _restore(self, saved: Saved, resident: Resident) -> Work:
+        self._runner.reserve(resident.sequence, saved.latest + 1)
+        for _ in restore(saved, self._identity, resident.sequence, saved.latest):
+            yield saved.latest
 
     # ---- text
     def generate(
@@ -437,6 +497,9 @@ class Engine:
         """The engine's work on a prompt and its reply; what comes of it is put into ``request``."""
         began, runner, total = time.perf_counter(), self._runner, len(tokens)
         sequence = resident.sequence
+        with closing(resident.fetch()) as pieces:
+            for _ in pieces:
+                yield total
         cached = sequence.resume(tokens)
         runner.reserve(sequence, total + 1)
         *chunks, last = cut(tokens, cached, self._policy, self._marks, resident.shared)
@@ -502,11 +565,27 @@ def _ablations(given: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _checked_sequences(given: object) -> int | None:
-    if given is None:
-        return None
-    if type(given) is not int or not 1 <= given <= MAX_SEQUENCES:
-        raise InvalidRequestError(f"sequences is {show(given)}; allowed: a whole number from 1 to {MAX_SEQUENCES}")
+@dataclass(frozen=True)
+class Cache:
+    """How many conversations stay, and in how many bytes on the device and on disk. None: what is usual."""
+
+    sequences: int | None
+    bytes: int | None
+    folder: Path | None
+    disk_bytes: int
+
+    @classmethod
+    def checked(cls, sequences: object, bytes: object, folder: str | Path | None, disk_bytes: object) -> Cache:
+        """InvalidRequestError: a value is not allowed."""
+        number = _whole("sequences", sequences, MAX_SEQUENCES)
+        at_most = _whole("cache_bytes", bytes, 1 << 62)
+        on_disk = _whole("cache_disk_bytes", disk_bytes, 1 << 62) or DISK_BYTES
+        return cls(number, at_most, None if folder is None else Path(folder).expanduser(), on_disk)
+
+
+def _whole(name: str, given: object, most: int) -> int | None:
+    if given is not None and (type(given) is not int or not 1 <= given <= most):
+        raise InvalidRequestError(f"{name} is {show(given)}; allowed: a whole number from 1 to {most}")
     return given
 
 

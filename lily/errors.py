@@ -34,6 +34,10 @@ class CheckpointError(LilyError):
     """A checkpoint is missing, incomplete, damaged or of a kind Lily does not run."""
 
 
+class CacheError(LilyError):
+    """A file with a conversation is damaged, or of another model, device or version of Lily; it was left as it is."""
+
+
 class ContextLengthError(LilyError):
     """A prompt does not fit into the context; the message holds both token counts.
 

@@ -12,6 +12,7 @@ import os
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ __all__ = ["Checkpoint", "ExpectedTensor", "QuantizedInfo", "TensorInfo", "expec
 
 # macOS refuses reads of 2 GiB and more; Linux shortens them.
 _READ_BYTES = 1 << 30
+_SAMPLE_BYTES = 4096
 NO_GENERATION_CONFIG = f"no {GENERATION_CONFIG_FILE}: replies are greedy (temperature 0) unless options say otherwise"
 _STORAGE = {"U32": "<u4", "BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 
@@ -151,6 +153,21 @@ class Checkpoint:
         if not self._finalizer.alive:
             raise ValueError("the checkpoint is closed")
         _read_exactly(self._descriptors[tensor.path], view, tensor.offset + first * row_bytes, tensor)
+
+    def fingerprint(self) -> str:
+        """A hash that tells this model from others: of its config, its files' sizes and times, samples of its tensors.
+
+        A model that was changed in place has another one, though not all of its bytes are read.
+        """
+        digest = sha256(repr(self.config).encode())
+        for path, descriptor in sorted(self._descriptors.items()):
+            status = os.fstat(descriptor)
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+        for name, tensor in sorted(self.tensors.items()):
+            sample = bytearray(min(tensor.nbytes, _SAMPLE_BYTES))
+            _read_exactly(self._descriptors[tensor.path], memoryview(sample), tensor.offset, tensor)
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + sample)
+        return digest.hexdigest()
 
 
 def _require_folder(path: Path) -> None:

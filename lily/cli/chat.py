@@ -32,6 +32,7 @@ from lily.cli.options import (
     sampling_options,
     system_option,
 )
+from lily.cli.prompt_cache import prompt_cache, prompt_cache_option
 from lily.cli.prompts import read_text
 from lily.cli.shown import ShownReply
 from lily.errors import ContextLengthError, InvalidRequestError
@@ -59,10 +60,12 @@ _SEEDS = 1 << 64
 @reasoning_option
 @engine_options
 @sampling_options
+@prompt_cache_option
 @console_options
 def chat(
     console: Console, flags: EngineFlags, sampling: SamplingFlags, system_prompt: str | None,
     template_config: dict[str, Any] | None, demands: dict[str, Any], reasoning: bool | None,
+    prompt_cache_file: Path | None,
 ) -> None:  # fmt: skip
     """Chat with the model.
 
@@ -71,7 +74,7 @@ def chat(
     interactive = is_terminal(sys.stdin)
     with hidden_typing() if interactive else nullcontext():
         engine = flags.open(console)
-    with engine:
+    with engine, prompt_cache(console, engine, prompt_cache_file):
         describe(console, engine)
         # What would fail with every message is said at once.
         engine.render_chat([{"role": "user", "content": "Hi"}], template_kwargs=template_config)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +24,7 @@ from lily.cli.options import (
     shell_text,
     system_option,
 )
+from lily.cli.prompt_cache import prompt_cache, prompt_cache_option
 from lily.cli.prompts import begin_reply, read_prompt
 from lily.cli.shown import ShownReply
 
@@ -52,12 +54,14 @@ if TYPE_CHECKING:
 @click.option(
     "--logprobs", type=int, metavar="N", help="Report log-probabilities, also of the N likeliest tokens (0 to 20)."
 )
+@prompt_cache_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object instead of the text.")
 @console_options
 def generate(
     console: Console, flags: EngineFlags, sampling: SamplingFlags, positional: str | None, prompt: str | None,
     file: str | None, system_prompt: str | None, prefill_response: str | None, ignore_chat_template: bool, echo: bool,
     template_config: dict[str, Any] | None, demands: dict[str, Any], reasoning: bool | None, as_json: bool,
+    prompt_cache_file: Path | None,
 ) -> None:  # fmt: skip
     """Write a reply to a prompt.
 
@@ -74,7 +78,7 @@ def generate(
             "--echo writes a prompt that the reply continues: with --ignore-chat-template, not --json"
         )
     text = read_prompt(prompt, positional, file)
-    with flags.open(console) as engine:
+    with flags.open(console) as engine, prompt_cache(console, engine, prompt_cache_file):
         describe(console, engine)
         how = {**sampling.for_engine(engine), "on_prompt": (bar := console.reading())}
         reply = (

@@ -18,6 +18,7 @@ import click
 from lily.cli.console import Console
 from lily.device.kinds import KINDS
 from lily.errors import CheckpointError, DeviceError, InvalidRequestError, LilyError
+from lily.units import parse_size
 
 if TYPE_CHECKING:
     from lily.engine import Engine
@@ -45,6 +46,8 @@ _FLAGS = {
 # What the engine calls by another name than the command line, and no other text holds by chance.
 _RENAMED = {name: flag for name, flag in _FLAGS.items() if "_" in name} | {
     "max_context": "--max-context",
+    "cache_bytes": "--cache-bytes",
+    "cache_disk_bytes": "--cache-disk-bytes",
     "stop_token_ids": "--extra-eos-token",
     "template_kwargs": "--chat-template-config",
 }
@@ -70,15 +73,19 @@ class EngineFlags:
             )
         bar = console.progress(f"loading {self.model or 'the embedded model'}")
         try:
-            from lily.engine import Engine  # takes a while by itself, so the bar comes first
-
-            return Engine(
-                self.model, device=self.device, max_context=self.max_context, threads=self.threads, ablate=self.ablate,
-                progress=bar, **options,
-            )  # fmt: skip
+            return self.engine(progress=bar, **options)
         finally:
             if bar:
                 bar.clear()
+
+    def engine(self, **options: Any) -> Engine:
+        """Loads the model without a word."""
+        from lily.engine import Engine  # takes a while by itself, so a progress bar comes first
+
+        return Engine(
+            self.model, device=self.device, max_context=self.max_context, threads=self.threads, ablate=self.ablate,
+            **options,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -244,6 +251,16 @@ def system_option(command: Command) -> Command:
         metavar="TEXT",
         help="System message of the chat.",
     )(command)
+
+
+def nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Callback of an option whose value is a number of bytes: 8000000000, 8GB or 8GiB."""
+    if text is None:
+        return None
+    value = parse_size(text)
+    if value is None or value < 1:
+        raise click.BadParameter(f"{text!r}: expected bytes: 8000000000, 8GB (10^9) or 8GiB (2^30)")
+    return value
 
 
 def json_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:

@@ -48,9 +48,11 @@ class Budget:
 
 def plan_context(
     config: ModelConfig, policy: Policy, weights: WeightsMap, *, budget: Budget, max_context: int | None = None,
-    name: str = "the model",
+    name: str = "the model", pool: int | None = None,
 ) -> tuple[int, MemorySum]:  # fmt: skip
     """(tokens of the context, memory it needs) within ``budget``; ``max_context`` asks for so many tokens.
+
+    pool: bytes for conversations, if it is not for the budget to say.
 
     Raises InvalidRequestError beyond the model's limit, and DeviceError with the sum if it cannot fit.
     """
@@ -78,7 +80,8 @@ def plan_context(
             f"KV cache {gb(want.kv)}, scratch {gb(want.scratch)}, snapshots {gb(want.snapshots)}), "
             f"{gb(budget.total)} are available; " + ("use a smaller max_context" if fits >= 1 else budget.remedy)
         )
-    tokens = max_context or min(limit, fits, _comfortable(_pool_bytes(budget, fixed), fixed.state // 2, per_token))
+    pool = _pool_bytes(budget, fixed) if pool is None else pool
+    tokens = max_context or min(limit, fits, _comfortable(pool, fixed.state // 2, per_token))
     return tokens, needed(tokens)
 
 
@@ -96,9 +99,20 @@ def _pool_bytes(budget: Budget, memory: MemorySum) -> int:
     return min((budget.total - memory.weights - memory.scratch) * 9 // 10, budget.total // 4)
 
 
-def residents_bytes(budget: Budget, memory: MemorySum, one: int) -> int:
-    """What all sequences may take together: ``one`` with a full context in any case."""
-    return max(one, _pool_bytes(budget, memory))
+def residents_bytes(budget: Budget, memory: MemorySum, one: int, asked: int | None = None) -> int:
+    """What all sequences may take together: ``one`` with a full context in any case. asked: by the user.
+
+    InvalidRequestError: so much is not there, or less than ``one`` takes.
+    """
+    most = budget.total - memory.weights - memory.scratch
+    if asked is None:
+        return max(one, _pool_bytes(budget, memory))
+    if not one <= asked <= most:
+        raise InvalidRequestError(
+            f"cache_bytes is {show(asked)}; allowed are {one} (a conversation that fills the context) to {most} (what "
+            "weights and scratch memory leave); change it, or max_context"
+        )
+    return asked
 
 
 def sequences_for(pool: int, one: int) -> int:

@@ -7,14 +7,17 @@ another sequence, so that A, B, A finds A as it was.  Sequences in use are never
 whose loss costs least: tokens to be read again, by the number of requests since it was used.
 A request is admitted when the running ones and it fit with all tokens that they may come to hold, so none fails in its
 middle; idle sequences give way as memory is really needed, when a sequence grows.
+With a shelf (shelf.py) what gives way is written to disk first, and read from there where that saves more than a copy.
 Not handled: which points of a sequence are kept (points.py); sharing memory between sequences.
 """
 
 from __future__ import annotations
 
 from collections import abc, deque
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from lily.errors import DeviceError
@@ -22,7 +25,9 @@ from lily.run.chunks import kept_points
 from lily.run.history import common_prefix
 from lily.run.points import Marks
 from lily.run.runner import Runner
+from lily.run.saved import Saved
 from lily.run.sequence import Sequence
+from lily.run.shelf import Shelf
 
 CHEAP = 512
 """Tokens that are read again as quickly as a sequence is copied."""
@@ -30,12 +35,20 @@ CHEAP = 512
 _REMEMBERED = 16  # sequences that had to give way, in order to say so
 
 
+Pieces = Generator[None, None, None]
+
+
+def _nothing() -> Pieces:
+    yield from ()
+
+
 @dataclass(eq=False)
 class Resident:
     """A sequence, and the tokens that its user may fill it with: 0 while nobody uses it.
 
     shared: how many tokens the stored sequences had in common with the prompt. reason: why so much of the prompt was
-    there, and no more.
+    there, and no more. fetch: reads what is on disk of the prompt into the sequence, if that is to be done; a generator
+    that stops after every piece.
     """
 
     sequence: Sequence
@@ -45,6 +58,7 @@ class Resident:
     turn: int = 0  # where the reply to the last message of the user began
     shared: tuple[int, ...] = ()
     reason: str = "cold"
+    fetch: abc.Callable[[], Pieces] = _nothing
 
 
 class Slot(NamedTuple):
@@ -72,8 +86,9 @@ class Residents:
 
     def __init__(
         self, runner: Runner, *, count: int, budget: int, max_context: int, marks: Marks,
-        sequence_bytes: abc.Callable[[int, int], int],
+        sequence_bytes: abc.Callable[[int, int], int], shelf: Shelf | None = None,
     ) -> None:  # fmt: skip
+        self._shelf = shelf
         self._runner, self._count, self._budget, self._bytes = runner, count, budget, sequence_bytes
         self._max_context, self._marks = max_context, marks
         self._all: list[Resident] = [Resident(self._new())]
@@ -82,9 +97,9 @@ class Residents:
         runner.recorder.before_growth = self._before_growth
 
     @property
-    def latest(self) -> Sequence:
+    def latest(self) -> Resident:
         """The one that was used last."""
-        return max(self._all, key=lambda r: r.used).sequence
+        return max(self._all, key=lambda r: r.used)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -111,6 +126,9 @@ class Residents:
         shared = {r: common_prefix(r.sequence.tokens, tokens) for r in self._all}
         points = {r: r.sequence.point(tokens, in_use=r.reserved > 0, shared=shared[r])[0] for r in self._all}
         best = max(self._all, key=lambda r: (points[r], not r.reserved, r.used))
+        chosen = self._from_shelf(tokens, reserve, points[best])
+        if chosen is not None:
+            return self._taken(chosen, tokens, shared.values())
         goes_on = not best.reserved and self._goes_on(best, shared[best], points[best])
         source = best if points[best] else None
         # Where there is no memory for both, the one that shares most is gone on with all the same.
@@ -121,13 +139,51 @@ class Residents:
         departs = max(shared.values())
         reason = "hit" if source and goes_on else self._reason(tokens, departs, points[best])
         if not goes_on:
-            self._remember(chosen.sequence.tokens)
+            self._gives_way(chosen)
         if chosen is not best and points[best] > points.get(chosen, 0):
             self._copy(best, chosen.sequence, tokens)
+        chosen.reason, chosen.fetch = reason, _nothing
+        return self._taken(chosen, tokens, shared.values())
+
+    def _taken(self, chosen: Resident, tokens: abc.Sequence[int], shared: abc.Iterable[int]) -> Resident:
         self._uses += 1
-        chosen.used, chosen.turn = self._uses, self._marks.turn(tokens)
-        chosen.shared, chosen.reason = tuple(shared.values()), reason
+        chosen.used, chosen.turn, chosen.shared = self._uses, self._marks.turn(tokens), tuple(shared)
         return chosen
+
+    def _from_shelf(self, tokens: abc.Sequence[int], reserve: int, point: int) -> Resident | None:
+        """A sequence that is to be filled from disk; None if that saves little against ``point`` tokens, or not now."""
+        if self._shelf is None:
+            return None
+        saved, position = self._shelf.match(tokens)
+        if saved is None or position <= point + CHEAP:
+            return None
+        chosen = self._spare(None)
+        if chosen is None or not self._admits(chosen, chosen, tokens, reserve, points=len(saved.points)):
+            return None
+        self._gives_way(chosen)
+        chosen.sequence.reset()
+        shared = common_prefix(saved.tokens, tokens)
+        chosen.reason = self._reason(tokens, shared, position)
+        chosen.fetch = partial(self._fetch, self._shelf, saved, chosen, position)
+        return chosen
+
+    def _fetch(self, shelf: Shelf, saved: Saved, chosen: Resident, position: int) -> Pieces:
+        with suppress(DeviceError):  # it is said where memory is needed
+            self._runner.reserve(chosen.sequence, position + 1)
+            yield from shelf.restore(saved, chosen.sequence, position)
+        if not chosen.sequence.tokens:
+            chosen.reason = "cold"
+
+    # ---- on disk
+    def shelve(self) -> None:
+        """Everything that nobody uses is to be on disk, too."""
+        for resident in self._all:
+            if not resident.reserved:
+                self._shelve(resident)
+
+    def _shelve(self, resident: Resident) -> None:
+        if self._shelf is not None:
+            self._shelf.keep(resident.sequence)
 
     def give_back(self, resident: Resident) -> None:
         """Its request has ended; nothing of it is in flight."""
@@ -159,6 +215,12 @@ class Residents:
         target.copy_prefix(source.sequence, tokens, in_use=source.reserved > 0)
 
     # ---- what gives way
+    def _gives_way(self, resident: Resident) -> None:
+        """What it holds is about to be lost."""
+        self._shelve(resident)
+        if len(resident.sequence.tokens) > CHEAP:
+            self._gone.append(list(resident.sequence.tokens))
+
     def _spare(self, best: Resident | None) -> Resident | None:
         """One whose contents matter least: empty, new, or of the least loss; ``best`` only if there is no other."""
         idle = [r for r in self._all if not r.reserved]
@@ -181,13 +243,16 @@ class Residents:
     def _age(self, resident: Resident) -> int:
         return self._uses - resident.used + 1
 
-    def _admits(self, chosen: Resident, kept: Resident, tokens: abc.Sequence[int], reserve: int) -> bool:
+    def _admits(
+        self, chosen: Resident, kept: Resident, tokens: abc.Sequence[int], reserve: int, *, points: int = 0
+    ) -> bool:
         """Reserves ``reserve`` tokens for ``chosen`` if they fit beside all that the others in use may come to hold.
 
-        What it needs at once is there then beside ``kept``, too, from which its beginning may be copied.
+        What it needs at once is there then beside ``kept``, too, from which its beginning may be copied. points: those
+        that it gets before it begins, beside its own.
         """
         policy = self._runner.policy
-        points = len(kept_points(tokens, 0, policy, self._marks, (len(tokens),))) + len(chosen.sequence.points)
+        points += len(kept_points(tokens, 0, policy, self._marks, (len(tokens),))) + len(chosen.sequence.points)
         promised = sum(self._filled(r.reserved, r.points) for r in self._all if r.reserved and r is not chosen)
         if promised and promised + self._filled(reserve, points) > self._budget:
             return False  # one that runs alone always fits, but for points beyond the usual ones
@@ -212,14 +277,15 @@ class Residents:
         losses = self._losses([r for r in self._all if not r.reserved and r not in kept])
         while held() > self._budget and (loss := next(losses, None)) is not None:
             if loss.point is not None:
+                self._shelve(loss.resident)
                 loss.resident.sequence.points.pop(loss.point, None)
             else:
-                self._remember(loss.resident.sequence.tokens)
+                self._gives_way(loss.resident)
                 self._all.remove(loss.resident)
                 self._runner.release(loss.resident.sequence)
         return held() <= self._budget
 
-    def _losses(self, idle: list[Resident]) -> Iterator[_Loss]:
+    def _losses(self, idle: list[Resident]) -> abc.Iterator[_Loss]:
         """What may give way, the least loss first: kept points by what lies between them and the one before."""
         found = []
         for resident in idle:
@@ -230,10 +296,6 @@ class Residents:
             found.append(_Loss(resident.sequence.latest / age, resident, None))
         # Of equal losses points first, then the sequence that was used longest ago.
         return iter(sorted(found, key=lambda loss: (loss.value, loss.point is None, loss.resident.used)))
-
-    def _remember(self, tokens: list[int]) -> None:
-        if len(tokens) > CHEAP:
-            self._gone.append(list(tokens))
 
     def _filled(self, tokens: int, points: int) -> int:
         """Bytes of a sequence that came to hold ``tokens`` and ``points``."""

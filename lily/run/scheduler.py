@@ -22,9 +22,11 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from lily.errors import DeviceError, InvalidRequestError, LilyError, TimeLimitError
@@ -37,6 +39,7 @@ SLICE_TOKENS = 32
 SLICE_SECONDS = 0.25
 PASSED = 8  # turns that more urgent requests have before the one that has waited longest
 
+T = TypeVar("T")
 Work = Generator[int, None, None]
 """Does a unit of work whenever it is resumed; yields how many tokens of the prompt are left to be run.
 
@@ -63,6 +66,20 @@ class Task:
     taken: int = 0  # what its reader had taken when ``due`` was set
 
 
+@dataclass(frozen=True)
+class _Call(Generic[T]):
+    """Something that the engine's thread is to do between two units."""
+
+    function: Callable[[], T]
+    result: Future[T]
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self.function())
+        except BaseException as error:
+            self.result.set_exception(error)
+
+
 class Scheduler:
     """Runs tasks in a thread of its own until it is closed; ``release`` is called by that thread in the end."""
 
@@ -74,7 +91,7 @@ class Scheduler:
         self._residents, self._abandon, self._release, self._clock = residents, abandon, release, clock
         self._short = short
         self._process = os.getpid()
-        self._news: SimpleQueue[Task | None] = SimpleQueue()  # None: something has changed
+        self._news: SimpleQueue[Task | _Call[Any] | None] = SimpleQueue()  # None: something has changed
         self._waiting: list[Task] = []  # in the order in which they came
         self._running: list[Task] = []
         self._can_admit = True  # something has changed since a waiting request found no sequence
@@ -100,6 +117,20 @@ class Scheduler:
     def wake(self) -> None:
         """Something has changed: a request was cancelled, or its reader has come back."""
         self._news.put(None)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What ``function`` gives, or raises, in the engine's thread, which runs it between two units of work.
+
+        It must not take long: nothing else is done meanwhile.
+        """
+        self._check_process()
+        result: Future[T] = Future()
+        self._news.put(_Call(function, result))
+        if self._ended:
+            self._refuse_rest()
+        while not result.done():  # in slices, so that Ctrl-C breaks in
+            wait([result], timeout=SLICE_SECONDS)
+        return result.result()
 
     def settle(self, request: Request) -> None:
         """Waits until the engine has let go of ``request``; the engine's own thread and a forked one do not wait."""
@@ -145,12 +176,14 @@ class Scheduler:
         return DeviceError(f"the engine's thread has failed ({self.failure!r}); close this engine and open another one")
 
     def _refuse_rest(self) -> None:
-        """Of two threads that come here with the last task one finds it."""
+        """Of two threads that come here with the last of the news one finds it."""
         with suppress(Empty):
             while True:
-                task = self._news.get_nowait()
-                if task is not None:
-                    task.request.finish(self._refusal())
+                news = self._news.get_nowait()
+                if isinstance(news, Task):
+                    news.request.finish(self._refusal())
+                elif news is not None:
+                    news.result.set_exception(self._refusal())
 
     @property
     def _tasks(self) -> list[Task]:
@@ -168,10 +201,12 @@ class Scheduler:
         while not self._news.empty():
             self._hear_one(self._news.get())
 
-    def _hear_one(self, task: Task | None) -> None:
+    def _hear_one(self, news: Task | _Call[Any] | None) -> None:
         self._can_admit = True
-        if task is not None:
-            self._waiting.append(task)
+        if isinstance(news, Task):
+            self._waiting.append(news)
+        elif news is not None:
+            news.run()
 
     def _drop_cancelled(self) -> None:
         if self._closing:

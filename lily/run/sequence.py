@@ -22,6 +22,8 @@ from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, sequ
 from lily.policy import Policy
 from lily.run.history import History
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
 
 class Sequence(History):
     """Tokens and their memory; ``max_context`` bounds the tokens.
@@ -96,6 +98,7 @@ class Sequence(History):
     def close(self) -> None:
         """Gives the memory back; nothing that uses it may be in flight, and no recorded list name it."""
         free(self.buffers)
+        self.forget()
 
     # ---- tokens
     def append(self, chunk: abc.Sequence[int]) -> None:
@@ -133,20 +136,40 @@ class Sequence(History):
         else:
             slot = other.slot if where == "current" else other.slot ^ 1
             self.state()[:] = other.buffers[f"state.{'AB'[slot]}"].array(np.uint8)
-        used = position * kv_row_bytes(self.config)
-        for name in (f"kv.{layer}.{which}" for layer in kv_layers(self.config) for which in "kv"):
-            self.buffers[name].bytes[:used] = other.buffers[name].bytes[:used]
-        self.buffers["history"].array(np.int32)[:position] = prompt[:position]
-        self.tokens = list(prompt[:position])
+        rows = other.kv_rows(position)
+        for name, own in self.kv_rows(position).items():
+            own[:] = rows[name]
+        self._begin_with(prompt[:position])
         self.snapshot()
         return position
+
+    def adopt(self, tokens: abc.Sequence[int], states: dict[int, Bytes]) -> None:
+        """Has consumed ``tokens``, whose KV rows are there, and keeps ``states``; one is that after all of them."""
+        self.state()[:] = states[len(tokens)]
+        self._begin_with(tokens)
+        self.points = states
+
+    def _begin_with(self, tokens: abc.Sequence[int]) -> None:
+        self.buffers["history"].array(np.int32)[: len(tokens)] = tokens
+        self.tokens = list(tokens)
+
+    def kv_rows(self, tokens: int) -> dict[str, Bytes]:
+        """By name the K and V rows, in device memory, of the first ``tokens`` in each layer."""
+        used = tokens * kv_row_bytes(self.config)
+        names = (f"kv.{layer}.{which}" for layer in kv_layers(self.config) for which in "kv")
+        return {name: self.buffers[name].bytes[:used] for name in names}
+
+    def states(self, *, in_use: bool = False) -> dict[int, Bytes]:
+        """By position the states to which it can go back; of one ``in_use`` none that a step in flight may write."""
+        current = {} if in_use or self._canonical or not self.tokens else {len(self.tokens): self.state()}
+        return current | self.points
 
     def reset(self) -> None:
         """Forgets everything: no tokens, zero state, no points. Nothing of it may be in flight."""
         self.forget()
         self.state()[:] = 0
 
-    def state(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def state(self) -> Bytes:
         """Bytes of the current state slot."""
         return self.array("state", np.uint8)
 

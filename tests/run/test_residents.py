@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from fake_sequences import FakeRunner, FakeSequence
 
@@ -11,7 +14,7 @@ from lily.policy import POLICIES, Policy
 from lily.run.chunks import cut, kept_points
 from lily.run.history import common_prefix
 from lily.run.points import Marks
-from lily.run.residents import Resident, Residents
+from lily.run.residents import CHEAP, Resident, Residents
 
 FIXED = 100  # bytes of a sequence without tokens
 POLICY = replace(POLICIES["cpu"], kv_step=1)
@@ -263,3 +266,110 @@ def test_where_nothing_else_runs_a_request_with_many_points_is_served() -> None:
     chat(pool, conversation((2, 1)))
     long = [1, 5, *range(5000, 5800), *conversation((2, 2))]  # a first message with points of its own
     assert pool.take(long, 1000) is not None
+
+
+# ---- conversations on disk
+class Disk:
+    """A shelf that holds what it was given, in the host's memory; sequences of it have every point."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[int]] = []
+        self.damaged = False
+
+    def keep(self, sequence: FakeSequence) -> None:
+        if sequence.points:
+            self.kept.append(sequence.tokens[:])
+
+    def match(self, tokens: list[int]) -> tuple[Any, int]:
+        shared = {common_prefix(kept, tokens[:-1]): kept for kept in self.kept}
+        position = max(shared, default=0)
+        if not position:
+            return None, 0
+        return SimpleNamespace(tokens=shared[position], points=(position,)), position
+
+    def restore(self, saved: Any, sequence: FakeSequence, position: int) -> Iterator[None]:
+        sequence.reset()
+        yield
+        if not self.damaged:
+            sequence.tokens, sequence.points = saved.tokens[:position], {position: None}
+
+
+def with_disk(count: int = 1, budget: int = 1 << 40) -> tuple[Residents, Disk]:
+    disk = Disk()
+    pool = Residents(
+        runner_of(), count=count, budget=budget, max_context=10_000, marks=Marks(),  # type: ignore[arg-type]
+        sequence_bytes=lambda tokens, points: FIXED + tokens, shelf=disk,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return pool, disk
+
+
+LONG, OTHER = [1] * 2000, [2] * 2000
+
+
+def test_what_gives_way_is_written_first_and_read_again() -> None:
+    pool, disk = with_disk()
+    serve(pool, LONG)
+    serve(pool, OTHER)
+    assert disk.kept == [LONG]
+    again = pool.take([*LONG, 9], 2001)
+    assert again is not None
+    assert disk.kept == [LONG, OTHER]
+    assert (again.reason, again.sequence.tokens, again.shared) == ("diverged at token 2000", [], (0,))
+    assert len(list(again.fetch())) == 1
+    assert again.sequence.tokens == LONG
+    pool.give_back(again)
+    once_more = pool.take([*LONG, 9], 2001)
+    assert once_more is not None
+    assert list(once_more.fetch()) == [], "it is on the device"
+
+
+def test_what_saves_little_is_not_read_from_disk() -> None:
+    pool, disk = with_disk()
+    disk.kept = [LONG]
+    serve(pool, [1] * (2000 - CHEAP))
+    taken = pool.take([*LONG, 9], 2001)
+    assert taken is not None
+    assert list(taken.fetch()) == []
+    disk.kept = [[*LONG, 9, 9]]
+    pool.give_back(taken)
+    taken.sequence.tokens, taken.sequence.points = [1] * 1400, {1400: None}
+    taken = pool.take([*LONG, 9, 9, 9], 2003)
+    assert taken is not None
+    assert len(list(taken.fetch())) == 1
+
+
+def test_a_file_that_turns_out_to_be_damaged_is_a_cold_start() -> None:
+    pool, disk = with_disk()
+    disk.kept, disk.damaged = [LONG], True
+    taken = pool.take([*LONG, 9], 2001)
+    assert taken is not None
+    list(taken.fetch())
+    assert (taken.sequence.tokens, taken.reason) == ([], "cold")
+
+
+def test_a_request_that_does_not_fit_reads_nothing() -> None:
+    pool, disk = with_disk(count=2, budget=2 * FIXED + 2100)
+    disk.kept = [LONG]
+    running = take(pool, B)
+    assert running is not None
+    assert pool.take([*LONG, 9], 2100) is None
+    assert [len(resident.tokens) for resident in pool.sequences] == [50, 0]
+
+
+def test_a_point_that_gives_way_is_written_first() -> None:
+    pool, disk = with_disk(count=2, budget=3000)
+    first = serve(pool, LONG)
+    first._sizes = (100, 1, 1)  # its points take memory, which is to be had again
+    assert take(pool, [2] * 500) is not None
+    assert LONG in disk.kept
+    assert len(first.points) < 2000
+
+
+def test_in_the_end_all_that_nobody_uses_is_written() -> None:
+    pool, disk = with_disk(count=3)
+    serve(pool, LONG)
+    serve(pool, OTHER)
+    running = take(pool, [3] * 900)
+    assert running is not None
+    pool.shelve()
+    assert disk.kept == [LONG, OTHER]

@@ -106,7 +106,7 @@ def runner_of(engine: Engine) -> Runner:
 
 def sequence_of(engine: Engine) -> Sequence:
     """The engine's sequence, of several the one that was used last."""
-    return engine._residents.latest
+    return engine._residents.latest.sequence
 
 
 def current_logits(engine: Engine) -> Array:
