@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lily.cli.console import Console
 from lily.cli.generate import describe
-from lily.cli.options import EngineFlags, console_options, engine_options, json_object, shell_text
+from lily.cli.options import EngineFlags, console_options, engine_options, json_object, nbytes, shell_text
 from lily.cli.prompts import read_text
 from lily.errors import LilyError
 from lily.server.settings import Settings
@@ -82,6 +83,27 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
     help="Conversations that stay on the device, and requests that run at a time.  [default: 4, with little memory 2]",
 )
 @click.option(
+    "--cache-bytes",
+    metavar="BYTES",
+    callback=nbytes,
+    help="For conversations on the device: 8GB, 8GiB.  [default: a quarter of its memory]",
+)
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False),
+    metavar="FOLDER",
+    help="Keep conversations there that have to give way, and those of today for tomorrow.",
+)
+@click.option(
+    "--cache-disk-bytes", metavar="BYTES", callback=nbytes, help="At most so much in that folder.  [default: 10GB]"
+)
+@click.option(
+    "--idle-unload",
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="Unload the model after so long without a request; the next one loads it again.",
+)
+@click.option(
     "--queue",
     type=click.IntRange(LEAST_QUEUE, 4096),
     default=Settings.queue,
@@ -130,9 +152,11 @@ def serve(console: Console, flags: EngineFlags, host: str, port: int, log_level:
                 f"--host {host} lets other machines in, and there is no key; give --api-key-file FILE or set "
                 f"{KEY_VARIABLE}, or stay on --host 127.0.0.1 (--no-api-key lets everybody in)"
             )
+        how = _engine_options(options)
         with (
-            flags.open(console, sequences=options["sequences"]) as engine,
             _logging("error" if console.quiet else log_level),
+            flags.open(console, **how) as engine,
+            closing(_app(engine, host, key, options, partial(flags.engine, **how))) as app,
         ):
             describe(console, engine)
             address = url(bound, host)
@@ -141,10 +165,18 @@ def serve(console: Console, flags: EngineFlags, host: str, port: int, log_level:
                 console.note(f"lily: serving {engine.model.name}; Ctrl-C ends it")
                 console.write(address + "\n")
 
-            run(_app(engine, host, key, options), bound, ready)
+            run(app, bound, ready)
 
 
-def _app(engine: Engine, host: str, key: str | None, options: dict[str, Any]) -> App:
+def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the flags that are for the engine."""
+    if options["cache_disk_bytes"] is not None and options["cache_dir"] is None:
+        raise click.UsageError("--cache-disk-bytes is of no use without --cache-dir FOLDER; give both, or none")
+    names = ("sequences", "cache_bytes", "cache_dir", "cache_disk_bytes")
+    return {name: options[name] for name in names if options[name] is not None}
+
+
+def _app(engine: Engine, host: str, key: str | None, options: dict[str, Any], reopen: Callable[[], Engine]) -> App:
     """The application that the flags ask for."""
     from lily.server.app import App
     from lily.server.guards import normalised_hosts
@@ -158,8 +190,9 @@ def _app(engine: Engine, host: str, key: str | None, options: dict[str, Any]) ->
         queue=options["queue"],
         request_timeout=options["request_timeout"],
         template_args=options["template_args"] or {},
+        idle_unload=options["idle_unload"],
     )
-    return App(engine, settings)
+    return App(engine, settings, reopen)
 
 
 def _key(file: str | None, given: str | None) -> str | None:
@@ -185,7 +218,7 @@ def _logging(level: str) -> Iterator[None]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     with (
-        _logged("lily.server", level.upper(), handler),
+        _logged("lily", level.upper(), handler),
         _logged("uvicorn.error", "DEBUG" if level == "debug" else "ERROR", handler),
     ):
         yield

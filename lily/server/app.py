@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lily.engine import Engine, OnPrompt
 from lily.errors import show
+from lily.run.residents import Slot
 from lily.server.chat import ChatReply, read_chat
 from lily.server.completions import CompletionReply, read_completion
 from lily.server.counts import Head
@@ -33,7 +34,8 @@ from lily.server.errors import RequestError, as_request_error
 from lily.server.fields import json_object
 from lily.server.guards import Guards, read_body, refusal
 from lily.server.messages import MessagesReply, read_messages
-from lily.server.metrics import CONTENT_TYPE, Metrics, props, slots
+from lily.server.metrics import CONTENT_TYPE, Metrics, described_slots, props
+from lily.server.on_demand import OnDemand
 from lily.server.outgoing import Outgoing
 from lily.server.page import FILES, page_file
 from lily.server.relay import GONE, STALLED, STOPPING, Relay
@@ -69,19 +71,33 @@ DIALECTS = {
 
 
 class App:
-    """An engine as an ASGI application. ``stop`` ends all replies; the engine belongs to the caller."""
+    """An engine as an ASGI application. ``stop`` ends all replies, ``close`` the engine.
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        self.engine, self.settings = engine, settings
+    reopen: makes an engine like it, for one that is unloaded while nobody asks (``Settings.idle_unload``).
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, reopen: Callable[[], Engine] | None = None) -> None:
+        self.settings = settings
+        self._engines = OnDemand(engine, reopen, settings.idle_unload)
         self.stopping = False
         self._model = Model.of(engine, settings)
         self._created = int(time.time())
         self._relays: set[Relay] = set()  # replies that the engine has not let go of
-        self._metrics = Metrics(engine, lambda: self.requests)
+        self._metrics = Metrics(self._slots_now, lambda: self.requests)
         self._app = Guards(self._router(), settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which may be closed for a while; what it knows of text and sizes is there all the same."""
+        return self._engines.engine
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether the model is unloaded until somebody asks."""
+        return self._engines.sleeping
 
     @property
     def requests(self) -> int:
@@ -93,6 +109,10 @@ class App:
         self.stopping = True
         for relay in tuple(self._relays):
             relay.cancel(STOPPING)
+
+    def close(self) -> None:
+        """Ends the engine, whichever it is now; nothing of it may be in use."""
+        self._engines.close()
 
     def _router(self) -> Router:
         endpoints: dict[str, _Endpoint] = {
@@ -114,7 +134,7 @@ class App:
 
     # ---- what needs no device
     async def _health(self, http: HttpRequest) -> ASGIApp:
-        status = "closed" if self.engine.closed else "stopping" if self.stopping else "ok"
+        status = "closed" if self._engines.ended else "stopping" if self.stopping else "ok"
         body = {"status": status, "requests": self.requests}
         return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
@@ -122,10 +142,13 @@ class App:
         return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _props(self, http: HttpRequest) -> ASGIApp:
-        return JSONResponse(props(self.engine, self.settings))
+        return JSONResponse(props(self.engine, self.settings, sleeping=self.sleeping))
 
     async def _slots(self, http: HttpRequest) -> ASGIApp:
-        return JSONResponse(slots(self.engine))
+        return JSONResponse(described_slots(self._slots_now(), self.engine.max_context))
+
+    def _slots_now(self) -> list[Slot]:
+        return [] if self.sleeping else self.engine.slots()
 
     async def _models(self, http: HttpRequest) -> ASGIApp:
         model = self._model_object()
@@ -169,7 +192,7 @@ class App:
         LOG.info("%s %d: %s", show(path), failure.status, failure.code or failure.param)
 
     def _check_running(self) -> None:
-        if self.stopping or self.engine.closed:
+        if self.stopping or self._engines.ended:
             raise _stopping()
 
     # ---- replies
@@ -194,7 +217,7 @@ class App:
                     LOG.info("%s: %s", path, relay.ended)
                     self._metrics.failed(path, "gone" if relay.ended == GONE else "stalled")
                     return
-                over = relay.ended == STOPPING or self.engine.closed
+                over = relay.ended == STOPPING or self._engines.ended
                 failure = _stopping() if over else self.told(error, request.prompt_field)
                 self.failed(path, failure)
                 await outgoing.fail(failure, reply if request.stream else None, scope, receive)
@@ -228,12 +251,10 @@ class App:
     def _work(self, relay: Relay, request: Request, whole: bool) -> None:
         """The thread of a reply."""
         try:
-            relay.run(*(partial(self._open, branch) for branch in branches(request)), whole=whole)
+            with self._engines.lease() as engine:
+                relay.run(*(partial(_open, engine, branch) for branch in branches(request)), whole=whole)
         finally:
             self._relays.discard(relay)
-
-    def _open(self, request: Request, on_prompt: OnPrompt) -> Stream:
-        return open_stream(self.engine, request, on_prompt)
 
 
 class _Endpoint:
@@ -255,6 +276,10 @@ class _Endpoint:
             failure = self._told(error, self._field)
             self._failed(scope["path"], failure)
             await refusal(failure, scope["path"])(scope, receive, send)
+
+
+def _open(engine: Callable[[], Engine], request: Request, on_prompt: OnPrompt) -> Stream:
+    return open_stream(engine(), request, on_prompt)
 
 
 async def _page(http: HttpRequest) -> ASGIApp:

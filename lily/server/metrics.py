@@ -14,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 
 from lily._version import __version__
 from lily.engine import Engine
+from lily.run.residents import Slot
 from lily.server.settings import Settings
 from lily.streaming import Completion
 
@@ -23,9 +24,9 @@ _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 
 
 class Metrics:
-    """Counts of one server. ``requests``: how many run or wait."""
+    """Counts of one server. ``slots``: the conversations that are there. ``requests``: how many run or wait."""
 
-    def __init__(self, engine: Engine, requests: Callable[[], int]) -> None:
+    def __init__(self, slots: Callable[[], list[Slot]], requests: Callable[[], int]) -> None:
         registry = self._registry = CollectorRegistry(auto_describe=True)
 
         def count(name: str, what: str, *labels: str) -> Counter:
@@ -50,7 +51,7 @@ class Metrics:
         running = Gauge("lily_requests_in_progress", "Requests that run or wait.", registry=registry)
         running.set_function(requests)
         held = Gauge("lily_conversations_bytes", "Memory of the conversations that are there.", registry=registry)
-        held.set_function(lambda: sum(slot.nbytes for slot in engine.slots()))
+        held.set_function(lambda: sum(slot.nbytes for slot in slots()))
 
     def done(self, path: str, reply: Completion) -> None:
         """A reply has come to its end."""
@@ -74,7 +75,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def props(engine: Engine, settings: Settings) -> dict[str, Any]:
+def props(engine: Engine, settings: Settings, *, sleeping: bool) -> dict[str, Any]:
     """What llama-server tells of itself at ``/props``, in its names."""
     return {
         "default_generation_settings": {"n_ctx": engine.max_context, "params": dict(engine.info["sampling_defaults"])},
@@ -83,16 +84,16 @@ def props(engine: Engine, settings: Settings) -> dict[str, Any]:
         "chat_template": engine.chat_template.source or "",
         "modalities": {"vision": False, "audio": False},
         "build_info": f"lily-{__version__}",
-        "is_sleeping": False,
+        "is_sleeping": sleeping,
     }
 
 
-def slots(engine: Engine) -> list[dict[str, Any]]:
-    """The conversations that are there."""
+def described_slots(slots: list[Slot], context: int) -> list[dict[str, Any]]:
+    """The conversations that are there, as llama-server has them."""
     return [
         {
-            "id": number, "n_ctx": engine.max_context, "is_processing": slot.in_use, "n_tokens": slot.tokens,
+            "id": number, "n_ctx": context, "is_processing": slot.in_use, "n_tokens": slot.tokens,
             "kept_states": slot.states, "bytes": slot.nbytes,
         }
-        for number, slot in enumerate(engine.slots())
+        for number, slot in enumerate(slots)
     ]  # fmt: skip

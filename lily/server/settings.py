@@ -21,7 +21,7 @@ class Settings:
     queue: requests that may wait while one runs in each of the engine's sequences. request_timeout: how long a client
     may take to send a request, and may let a reply lie unread. keep_alive: between two signs of life while the prompt
     is read. template_args: options of the chat template where the request does not give them. max_body: bytes of a
-    request.
+    request. idle_unload: how long nobody asks before the model is unloaded.
     """
 
     model: str
@@ -34,3 +34,4 @@ class Settings:
     keep_alive: float = 5.0
     template_args: Mapping[str, Any] = field(default_factory=dict)
     max_body: int = MAX_BODY
+    idle_unload: float | None = None

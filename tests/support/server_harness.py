@@ -94,9 +94,9 @@ class Running:
 
 
 @contextmanager
-def serving(engine: Engine, **settings: Any) -> Iterator[Running]:
+def serving(engine: Engine, reopen: Callable[[], Engine] | None = None, **settings: Any) -> Iterator[Running]:
     """A server for ``engine``, which it leaves open."""
-    app = App(engine, Settings(**{"model": "tiny", **settings}))
+    app = App(engine, Settings(**{"model": "tiny", **settings}), reopen)
     bound, ready = bind("127.0.0.1", 0), threading.Event()
     server = Server(app, ready.set)
     port = bound.getsockname()[1]
