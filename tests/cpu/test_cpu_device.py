@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -341,27 +342,50 @@ def test_devices_of_one_process_do_not_disturb_each_other() -> None:
         device.close()
 
 
+threads_are_listed = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux tells what threads do")
+
+
+def sleeps(thread: int) -> bool:
+    """Whether a thread of this process waits for something; one that spins, or would run, does not."""
+    try:
+        return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    except FileNotFoundError:  # it has ended
+        return False
+
+
+@threads_are_listed
 def test_workers_sleep_when_there_is_nothing_to_do() -> None:
+    def threads() -> set[int]:
+        return {int(name) for name in os.listdir("/proc/self/task")}
+
+    before = threads()
     with Device("cpu", threads=4) as device:
         work = Work(device)
         device.wait(device.submit([work.list]))
-
-        def idle() -> bool:
-            before = time.process_time()
-            time.sleep(0.2)
-            return time.process_time() - before < 0.02
-
-        until(idle, "workers do not use the processor")
+        workers = threads() - before
+        assert len(workers) >= 3
+        until(lambda: all(map(sleeps, workers)), "workers do not use the processor")
 
 
+@threads_are_listed
 def test_waiting_uses_no_processor_time() -> None:
+    """A thread that waits is seen to sleep again and again before what it waits for has come."""
     with Device("cpu", threads=1) as device:
         work = Work(device, nbytes=64 << 20)
-        ticket = device.submit([work.list] * 10)
-        began, before = time.monotonic(), time.thread_time()
-        device.wait(ticket)
-        used, passed = time.thread_time() - before, time.monotonic() - began
-        assert used < passed / 4, "who spins uses the processor all the time"
+        lists, seen = 10, False
+        while not seen:
+            ticket = device.submit([work.list] * lists)
+            waiter = threading.Thread(target=device.wait, args=[ticket])
+            waiter.start()
+            seen = all(_look_again(waiter) for _ in range(5)) and not device.wait(ticket, timeout=0)
+            waiter.join()
+            lists *= 2
+            assert lists < 1000, "who waits spins"
+
+
+def _look_again(thread: threading.Thread) -> bool:
+    time.sleep(0.001)  # it has the interpreter meanwhile
+    return sleeps(thread.native_id or 0)
 
 
 def test_subnormal_results_count_as_zero() -> None:
