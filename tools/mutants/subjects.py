@@ -52,6 +52,10 @@ def _engine(*names: str, before: str = "", without: str = _SLOW) -> str:
     return " ".join(filter(None, ["LILY_DEVICE=cpu", before, *files, without]))
 
 
+def _server(*names: str) -> tuple[str, ...]:
+    return (" ".join(f"tests/server/test_server_{name}.py" for name in names),)
+
+
 _METAL_FAULTS = "LILY_DEVICE=metal tests/engine/test_engine_faults.py"
 _SHIM = (
     "tests/shim/test_metal_shim_failures.py tests/shim/test_metal_shim_lists.py tests/shim/test_metal_shim_open.py "
@@ -66,7 +70,7 @@ def _kernels(*files: str) -> tuple[str, ...]:
 
 _EXACT, _GOLDEN, _API, _CHAT = "engine_exact", "engine_golden", "engine_api", "engine_chat"
 _LIMITS, _SAMPLING, _SESSIONS, _ABLATIONS = "engine_limits", "engine_sampling", "engine_sessions", "ablations"
-_PARALLEL = "engine_parallel"
+_PARALLEL, _SAVED = "engine_parallel", "engine_saved"
 
 SUBJECTS = (
     Subject(
@@ -105,8 +109,8 @@ SUBJECTS = (
         "runner",
         (
             "lily/run/*.py", "lily/run/*.pyx", "lily/engine.py", "lily/reply_text.py", "lily/streaming.py",
-            "lily/session.py",
-        ), 32,
+            "lily/session.py", "lily/private_files.py",
+        ), 34,
         {
             "_routing.pyx": ("tests/run",),
             "_schedule.pyx": ("tests/run/test_schedule.py tests/run/test_scheduler.py", _engine(_PARALLEL, _API)),
@@ -114,6 +118,10 @@ SUBJECTS = (
             "scheduler.py": ("tests/run/test_scheduler.py", _engine(_PARALLEL, _API, _LIMITS)),
             "requests.py": ("tests/run/test_scheduler.py", _engine(_PARALLEL, _API)),
             "residents.py": ("tests/run/test_residents.py", _engine(_PARALLEL)),
+            "saved.py": ("tests/run/test_saved.py", _engine(_SAVED)),
+            "shelf.py": ("tests/run/test_shelf.py", _engine(_SAVED)),
+            "identity.py": (_engine(_SAVED, before="tests/run/test_saved.py"),),
+            "private_files.py": ("tests/run/test_saved.py tests/run/test_shelf.py tests/engine/test_tune.py",),
             "session.py": (_engine(_SESSIONS, _CHAT, _API),),
             "reply_text.py": (_engine("reply_text", _CHAT, _API),),
             "*": (_engine(_API, _LIMITS, _SAMPLING, _EXACT, _SESSIONS, _PARALLEL, before="tests/run"), _METAL_FAULTS),
@@ -193,6 +201,21 @@ SUBJECTS = (
             "tune.py": ("LILY_DEVICE=cpu tests/engine/test_tune.py",),
             "pull.py": ("tests/checkpoint/test_hub.py",),
             "*": ("LILY_DEVICE=cpu tests/cli",),
+        },
+    ),
+    Subject(
+        "server", ("lily/server/*.py",), 15,
+        {
+            "guards.py": _server("guards", "errors"),
+            "metrics.py": _server("metrics", "unload"),
+            "on_demand.py": _server("unload"),
+            "serving.py": (*_server("idle", "streams"), "tests/cli/test_cli_serve.py"),
+            "responses.py": _server("responses", "dialects"),
+            "messages.py": _server("messages", "dialects"),
+            "relay.py": _server("streams", "errors"),
+            "outgoing.py": _server("streams", "errors"),
+            "page.py": _server("page"),
+            "*": ("tests/server -k 'not page and not soak and not fuzz'",),
         },
     ),
     Subject(
