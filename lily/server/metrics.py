@@ -50,6 +50,8 @@ class Metrics:
         )  # fmt: skip
         running = Gauge("lily_requests_in_progress", "Requests that run or wait.", registry=registry)
         running.set_function(requests)
+        waiting = Gauge("lily_requests_waiting", "Those of them that have no conversation yet.", registry=registry)
+        waiting.set_function(lambda: max(0, requests() - sum(slot.in_use for slot in slots())))
         held = Gauge("lily_conversations_bytes", "Memory of the conversations that are there.", registry=registry)
         held.set_function(lambda: sum(slot.nbytes for slot in slots()))
 

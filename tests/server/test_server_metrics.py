@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import HI, Running, gated, open_tiny, read_until, serving
+from waiting import until
 
 from lily.engine import Engine
 from lily.server.app import DIALECTS
@@ -65,10 +66,21 @@ def test_a_client_that_goes_is_counted_and_one_that_waits_is_seen(fresh: Engine)
     with serving(fresh, keep_alive=0.01) as server, gated() as gate:
         with server.connect("/v1/chat/completions", messages=HI) as connection:
             read_until(connection, b"waiting")
-            assert samples(server)["lily_requests_in_progress",] == 1
+            got = samples(server)
+            assert (got["lily_requests_in_progress",], got["lily_requests_waiting",]) == (1, 1)
         gate.open()
         server.is_free()
         assert samples(server)["lily_requests_total", "gone", "/v1/chat/completions"] == 1
+
+
+def test_a_request_that_runs_does_not_wait(fresh: Engine) -> None:
+    with serving(fresh) as server, gated(in_prompt=True) as gate:
+        with server.connect("/v1/chat/completions", messages=HI):
+            until(lambda: gate.reached == 1, "the prompt is being read")
+            got = samples(server)
+            assert (got["lily_requests_in_progress",], got["lily_requests_waiting",]) == (1, 0)
+            gate.open()
+        server.is_free()
 
 
 def test_props_have_the_names_of_llama_server(fresh: Engine) -> None:

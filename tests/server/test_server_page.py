@@ -177,6 +177,9 @@ def test_regenerate_and_edit(page: Page, engine: Engine) -> None:
     page.find("#edit").click()
     assert page.find("#text").get_attribute("value") == "Tell me."
     assert page.all("article") == []
+    page.browser.refresh()  # nothing was sent, and nothing is lost
+    assert (page.texts("user"), page.texts("assistant")) == (["Tell me."], ["Second."])
+    page.find("#edit").click()
     with writing(engine, "</think>\n\nThird."):
         page.say(" Now.")
         page.done()

@@ -181,19 +181,34 @@ function figures(event) {
     `prompt ${t.prompt_n + t.cache_n} (${t.cache_n} cached), ${(t.prompt_ms / 1000).toFixed(1)} s`;
 }
 
-async function read(response, reply, article) {
+// Shows the reply as it is now, and keeps its end in view if it was there.
+function draw(article, reply) {
   const view = $("messages");
-  for await (const event of events(response)) {
-    if (typeof event === "string") {
-      $("figures").textContent = event;
-      continue;
+  const atEnd = view.scrollHeight - view.scrollTop - view.clientHeight < 60;
+  fill(article, reply);
+  if (atEnd) view.scrollTop = view.scrollHeight;
+}
+
+// Several events may come between two pictures of the screen; the reply is drawn once for all of them.
+async function read(response, reply, article) {
+  let asked = 0;
+  try {
+    for await (const event of events(response)) {
+      if (typeof event === "string") {
+        $("figures").textContent = event;
+        continue;
+      }
+      if (event.error) throw new Error(event.error.message);
+      for (const choice of event.choices) take(reply, choice.delta);
+      figures(event);
+      asked ||= requestAnimationFrame(() => {
+        asked = 0;
+        draw(article, reply);
+      });
     }
-    if (event.error) throw new Error(event.error.message);
-    const atEnd = view.scrollHeight - view.scrollTop - view.clientHeight < 60;
-    for (const choice of event.choices) take(reply, choice.delta);
-    fill(article, reply);
-    figures(event);
-    if (atEnd) view.scrollTop = view.scrollHeight;
+  } finally {
+    cancelAnimationFrame(asked);
+    draw(article, reply);
   }
 }
 
@@ -282,8 +297,7 @@ $("again").addEventListener("click", () => {
 $("edit").addEventListener("click", () => {
   const place = lastQuestion();
   $("text").value = messages[place].content;
-  messages.length = place;
-  save();
+  messages.length = place; // what is kept in this browser stays until the new message is sent
   redraw();
   $("text").focus();
 });
