@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lily.errors import LilyError
 from lily.server.app import App
@@ -56,6 +58,21 @@ def url(bound: socket.socket, host: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
 
+class Connection(H11Protocol):
+    """A connection that ends with a response that was given up: what lies there unsent would wait for ever."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._answer, self.app = self.app, self._answer_or_end
+
+    async def _answer_or_end(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle = self.cycle
+        await self._answer(scope, receive, send)
+        if not cycle.response_complete:
+            self.transport.abort()
+            await asyncio.sleep(0)  # until the loop has said that the connection is lost
+
+
 class Server(uvicorn.Server):
     """Serves ``app`` on a bound socket until a signal comes, or ``should_exit`` is set.
 
@@ -68,8 +85,8 @@ class Server(uvicorn.Server):
     def __init__(self, app: App, ready: Callable[[], object] = lambda: None) -> None:
         super().__init__(
             uvicorn.Config(
-                _dated(app), http="h11", ws="none", loop="asyncio", lifespan="off", interface="asgi3", log_config=None,
-                access_log=False, proxy_headers=False, server_header=False, date_header=False,
+                _dated(app), http=Connection, ws="none", loop="asyncio", lifespan="off", interface="asgi3",
+                log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False,
                 timeout_graceful_shutdown=GRACE, timeout_keep_alive=IDLE,
             )
         )  # fmt: skip

@@ -171,6 +171,15 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_loses_its_reply(
     assert engine.chat(HI, max_tokens=2).completion_tokens == 2
 
 
+def test_a_connection_that_nobody_reads_from_is_not_kept(engine: Engine) -> None:
+    """What was written to it would lie there for ever, and be waited for when the server stops."""
+    with serving(engine, request_timeout=0.1, send_buffer=4096) as server:
+        body = {**LONG, "logprobs": True, "top_logprobs": 20}
+        with server.connect(CHAT, receive_buffer=4096, **body):
+            until(lambda: 'outcome="stalled"' in server.get("/metrics").text, "its reply was given up")
+            until(lambda: len(server.server.server_state.connections) == 1, "there is only the one that asked for that")
+
+
 class Endless:
     """A reply that has always one more chunk, or nearly so."""
 

@@ -73,10 +73,14 @@ class Running:
     def chat(self, body: Any = None, **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"messages": HI, **(body or {}), **fields})
 
-    def connect(self, path: str, **fields: Any) -> socket.socket:
+    def connect(self, path: str, *, receive_buffer: int | None = None, **fields: Any) -> socket.socket:
         """A bare connection on which a request was sent."""
         body = json.dumps({"stream": True, **fields}).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+        connection = socket.socket()
+        connection.settimeout(PATIENCE)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return connection
@@ -94,10 +98,14 @@ class Running:
 
 
 @contextmanager
-def serving(engine: Engine, reopen: Callable[[], Engine] | None = None, **settings: Any) -> Iterator[Running]:
-    """A server for ``engine``, which it leaves open."""
+def serving(
+    engine: Engine, reopen: Callable[[], Engine] | None = None, *, send_buffer: int | None = None, **settings: Any
+) -> Iterator[Running]:
+    """A server for ``engine``, which it leaves open. send_buffer: bytes of a reply that the system holds, about."""
     app = App(engine, Settings(**{"model": "tiny", **settings}), reopen)
     bound, ready = bind("127.0.0.1", 0), threading.Event()
+    if send_buffer is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = Server(app, ready.set)
     port = bound.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
@@ -136,12 +144,25 @@ def body_of(data: bytes) -> str:
     return text.decode()
 
 
+async def send(
+    port: int, path: str, data: bytes, *, length: int | None = None, receive_buffer: int | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare connection on which a request was sent; ``length``: of the body, as its head has it."""
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+    limit = 1 << 16 if receive_buffer is None else receive_buffer
+    reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(data) if length is None else length}\r\n\r\n".encode() + data)
+    return reader, writer
+
+
 async def exchange(port: int, path: str, body: Any) -> tuple[int, str]:
     """Status and body of the response to one request, on a bare connection of its own."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    reader, writer = await send(port, path, body if isinstance(body, bytes) else json.dumps(body).encode())
     got = await reader.read()
     writer.close()
     whole = got.partition(b"\r\n\r\n")[2].decode() if b"\r\ncontent-length: " in got else body_of(got)
