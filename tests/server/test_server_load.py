@@ -7,12 +7,11 @@ Not handled: clients that break off, or ask for what cannot be (test_server_soak
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from answers import CHAT, Answer, received
-from asks import Ask, ask
-from server_harness import HI, Running, exchange, gated, open_tiny, serving
+from asks import Ask, answers_alone, ask
+from server_harness import HI, Running, exchange, gated, serving
 from waiting import PATIENCE, until
 
 from lily.engine import Engine
@@ -21,16 +20,9 @@ CLIENTS = 32
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[list[Answer]]:
-    """What an engine answers that knows nothing yet, one request after the other."""
-    with open_tiny(sequences=1) as engine:
-
-        def cold(number: int) -> Answer:
-            for resident in engine._residents._all:
-                resident.sequence.reset()
-            return ask(number).alone(engine)
-
-        yield [cold(number) for number in range(CLIENTS)]
+def alone() -> list[Answer]:
+    """What an engine answers to each request by itself."""
+    return answers_alone(map(ask, range(CLIENTS)))
 
 
 async def answers(server: Running, asks: list[Ask]) -> list[Answer]:

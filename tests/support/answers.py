@@ -50,6 +50,19 @@ def received(path: str, body: bytes | str, *, stream: bool) -> Answer:
     return _STREAMED[path](_events(text, done=path in (CHAT, COMPLETIONS)))
 
 
+def check_refusal(path: str, body: str) -> None:
+    """An error in the shape of the dialect that speaks at ``path``."""
+    value = json.loads(body)
+    names = {"message", "type"}
+    if path.startswith(MESSAGES):
+        assert value.pop("type") == "error"
+    else:
+        names |= {"param", "code"}
+    assert set(value) == {"error"}
+    assert set(value["error"]) == names
+    assert 0 < len(value["error"]["message"]) <= 500
+
+
 def _events(text: str, *, done: bool) -> list[dict[str, Any]]:
     """The objects of a stream; ``done``: the word with which it has to end."""
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]

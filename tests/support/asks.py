@@ -7,12 +7,13 @@ Every draw comes from the number of the request: the same number is the same req
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from answers import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, Answer
 from scripted import TOOLS
+from server_harness import open_tiny
 
 from lily.engine import Engine
 
@@ -52,6 +53,17 @@ def ask(number: int) -> Ask:
         return _of_completions(text, sampling, stream)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     return _MAKE[path](messages, sampling, stream, draw.random() < 0.5, forced)
+
+
+def answers_alone(asks: Iterable[Ask]) -> list[Answer]:
+    """What an engine answers that knows nothing of the others."""
+    found = []
+    with open_tiny(sequences=1) as engine:
+        for one in asks:
+            for resident in engine._residents._all:
+                resident.sequence.reset()
+            found.append(one.alone(engine))
+    return found
 
 
 def _sent(sampling: dict[str, Any]) -> dict[str, Any]:
