@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,9 +23,11 @@ CALL = f"<tool_call>\n<function=look>\n<parameter=at>\n{{}}\n</parameter>\n{_TIM
 
 
 @contextmanager
-def writing(engine: Engine, text: str, end: bool = True) -> Iterator[None]:
-    """The model writes ``text``, whatever it would have written, and ends its reply."""
-    ids = [*engine.tokenizer.encode(text), *([engine.tokenizer.id_of("<|im_end|>")] if end else [])]
+def writing(engine: Engine, text: str | Iterable[str], end: bool = True) -> Iterator[None]:
+    """The model writes ``text``, or its pieces in tokens of their own, whatever it would have written, and ends."""
+    pieces = [text] if isinstance(text, str) else text
+    ids = [id for piece in pieces for id in engine.tokenizer.encode(piece)]
+    ids += [engine.tokenizer.id_of("<|im_end|>")] if end else []
     before = Reply.next
     scripts: dict[Reply, Iterator[Any]] = {}
 
