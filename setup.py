@@ -54,8 +54,8 @@ METAL_LINK_FLAGS = (
     "-Wl,-needed_framework,CoreGraphics",
 )  # fmt: skip
 
-# What every device library is made of besides its own folder.
-DEVICE_COMMON = ROOT / "objc_shim" / "device_common.c"
+# What the device libraries are made of besides their own folders.
+DEVICE_COMMON = [ROOT / "objc_shim" / f"device_{name}.c" for name in ("common", "unified")]
 
 # Headers that the build writes itself; ``make clean`` removes them with everything else in build/.
 GENERATED = ROOT / "build" / "include"
@@ -70,7 +70,7 @@ LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 def library_sources(folder: Path) -> list[Path]:
     """C and Objective-C sources of the device library whose own files are under ``folder``."""
-    return sorted({*folder.rglob("*.[cm]"), DEVICE_COMMON})
+    return sorted({*folder.rglob("*.[cm]"), *DEVICE_COMMON})
 
 
 def machine_sources(folder: Path, machine: str) -> list[tuple[Path, list[str]]]:

@@ -254,10 +254,11 @@ class Engine:
 
     def _save(self, path: Path) -> int:
         resident = self._residents.latest
-        if not resident.sequence.states(in_use=resident.reserved > 0):
+        sequence, in_use = resident.sequence, resident.reserved > 0
+        if not (sequence.points if in_use else sequence.positions()):
             return 0
         try:
-            return save(path, self._identity, resident.sequence, in_use=resident.reserved > 0).latest
+            return save(path, self._identity, sequence, in_use=in_use).latest
         except OSError as error:
             raise LilyError(f"the conversation cannot be saved in {path}: {error.strerror}") from None
 

@@ -3,7 +3,8 @@
 // recording and submission, tickets and waiting.
 //
 // device_common.c is compiled into each library and exports what needs nothing else: lily_abi_version, lily_error,
-// lily_completed, lily_wait, lily_seconds.  The structs behind lily_device.h are each device's own, but begin with the
+// lily_completed, lily_wait, lily_seconds; device_unified.c exports lily_buffer_contents and the transfers for a device
+// whose memory the host reaches.  The structs behind lily_device.h are each device's own, but begin with the
 // heads below, which is all that the common code looks at.  For C11, Objective-C and C++.
 // Not here: how a device runs its lists.
 #ifndef LILY_DEVICE_COMMON_H
@@ -33,7 +34,9 @@ typedef struct {
 } kernel_row;
 
 typedef struct {
-    uint64_t bytes; // as asked for
+    uint64_t bytes;        // as asked for
+    unsigned char *memory; // for device_unified.c
+    bool hidden;           // from the host
 } buffer_head;
 
 typedef struct {

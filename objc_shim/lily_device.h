@@ -23,7 +23,7 @@ extern "C" {
 #define LILY_API __attribute__((visibility("default")))
 #endif
 
-#define LILY_ABI_VERSION 1
+#define LILY_ABI_VERSION 2
 #define LILY_MAX_ARGS 20
 #define LILY_MAX_CONSTANTS 16
 #define LILY_MAX_PARAM_BYTES 128
@@ -44,17 +44,26 @@ typedef struct lily_kernel lily_kernel;
 typedef struct lily_list lily_list;
 
 // Options are NUL-terminated "key=value" lines; a device refuses keys it does not know.
-// cpu: threads=N, isa=auto|portable|avx2|avx512|avx512bf16|amx|neon, null=0|1 (complete submissions without running kernels).
+// cpu: threads=N, isa=auto|portable|avx2|avx512|avx512bf16|amx|neon, null=0|1 (complete submissions without running kernels),
+// discrete=0|1 (show the host no memory that is not shared, as a device with memory of its own does).
 LILY_API uint32_t lily_abi_version(void);
 LILY_API int lily_open(const char *options, lily_device **out, char *error, size_t error_bytes);
 LILY_API void lily_close(lily_device *);                        // waits for everything submitted
 LILY_API const char *lily_error(lily_device *);                 // of the last failed call; valid until the next call
 LILY_API int lily_info(lily_device *, char *out, size_t bytes); // "key=value" lines: name, isa, threads, memory …
 
-// Shared memory, zero-filled, aligned to at least 256 bytes, visible to host and device.
-LILY_API int lily_buffer_new(lily_device *, uint64_t bytes, lily_buffer **out);
-LILY_API void lily_buffer_free(lily_buffer *); // no submitted list may still use it
-LILY_API void *lily_buffer_contents(lily_buffer *);
+// Device memory, zero-filled, aligned to at least 256 bytes.  The host sees it where it is `shared`; elsewhere perhaps.
+LILY_API int lily_buffer_new(lily_device *, uint64_t bytes, int shared, lily_buffer **out);
+LILY_API void lily_buffer_free(lily_buffer *);      // no submitted list may still use it
+LILY_API void *lily_buffer_contents(lily_buffer *); // NULL: the host does not see it, and has the transfers
+
+// Transfers, for every buffer, done when they return.  No unfinished submission may write what they read or write, or read
+// what they write; it may use the rest of the buffer.  LILY_EINVAL: a range is not within its buffer, and nothing was done.
+LILY_API int lily_buffer_fill(lily_buffer *, uint64_t offset, uint64_t bytes, int value); // each byte
+LILY_API int lily_buffer_copy(
+    lily_buffer *to, uint64_t to_offset, lily_buffer *from, uint64_t from_offset, uint64_t bytes); // they may overlap
+LILY_API int lily_buffer_read(lily_buffer *, uint64_t offset, uint64_t bytes, void *out);
+LILY_API int lily_buffer_write(lily_buffer *, uint64_t offset, uint64_t bytes, const void *in);
 
 // A kernel of the kernel table, specialised.  `constants` are in the order of the table.  The device owns kernels;
 // asking again returns the same one.

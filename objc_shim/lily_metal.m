@@ -195,7 +195,9 @@ static id<MTLBuffer> map_buffer(lily_device *d, size_t bytes) {
     return buffer;
 }
 
-int lily_buffer_new(lily_device *d, uint64_t bytes, lily_buffer **out) {
+// All memory is shared: host and GPU of a Mac have the same.
+int lily_buffer_new(lily_device *d, uint64_t bytes, int shared, lily_buffer **out) {
+    (void)shared;
     if (!d || !out) return device_fail(LILY_EINVAL, "lily_buffer_new: an argument is null");
     *out = NULL;
     if (device_forked(d)) return device_lost(d);
@@ -215,6 +217,7 @@ int lily_buffer_new(lily_device *d, uint64_t bytes, lily_buffer **out) {
         }
         b->device = d;
         b->head.bytes = bytes;
+        b->head.memory = [b->handle contents];
         d->allocated += bytes;
         d->users++;
         residency_add(d, b->handle);
@@ -233,12 +236,6 @@ void lily_buffer_free(lily_buffer *b) {
     }
     free(b);
     device_release(d);
-}
-
-void *lily_buffer_contents(lily_buffer *b) {
-    @autoreleasepool {
-        return [b->handle contents];
-    }
 }
 
 // ---- kernels ----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ int record_append(lily_list *l, const lily_kernel *k, id<MTLComputePipelineState
 
 int record_params(lily_list *l) {
     if (l->param_bytes) {
-        const int code = lily_buffer_new(l->head.device, l->param_bytes, &l->constants);
+        const int code = lily_buffer_new(l->head.device, l->param_bytes, true, &l->constants);
         if (code) return code;
         memcpy(lily_buffer_contents(l->constants), l->params, l->param_bytes);
     }

@@ -25,7 +25,7 @@ from lily.kernels import Kernel
 from lily.msl.flatten import flatten
 from lily.plan.views import Plan
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 OK, EINVAL, ENOMEM, ENOTFOUND, EFAILED, ETIMEOUT, ELOST = range(7)
 _SLICE = 50_000_000  # nanoseconds
 
@@ -43,9 +43,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "lily_close": (None, [_P]),
     "lily_error": (ctypes.c_char_p, [_P]),
     "lily_info": (_INT, [_P, ctypes.c_char_p, ctypes.c_size_t]),
-    "lily_buffer_new": (_INT, [_P, _U64, _OUT]),
+    "lily_buffer_new": (_INT, [_P, _U64, _INT, _OUT]),
     "lily_buffer_free": (None, [_P]),
     "lily_buffer_contents": (_P, [_P]),
+    "lily_buffer_fill": (_INT, [_P, _U64, _U64, _INT]),
+    "lily_buffer_copy": (_INT, [_P, _U64, _P, _U64, _U64]),
+    "lily_buffer_read": (_INT, [_P, _U64, _U64, _P]),
+    "lily_buffer_write": (_INT, [_P, _U64, _U64, _P]),
     "lily_kernel_get": (_INT, [_P, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int32), _U32, _OUT]),
     "lily_kernel_fit": (_INT, [_P, _U32]),
     "lily_list_new": (_INT, [_P, _OUT]),
@@ -107,28 +111,74 @@ def _load(path: Path) -> Any:
     return lib
 
 
-class Buffer:
-    """Memory that host and device share. ``array`` views it; the view dies with the buffer."""
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+
+class Buffer:
+    """Memory of a device. Of a ``shared`` one the host has views, which die with it; any can be transferred.
+
+    A transfer is done when it returns. No unfinished submission may write what it touches, or read what it writes; the
+    rest of the buffer may be in use. DeviceError: a range is not within its buffer, and nothing was done.
+    """
+
+    def __init__(self, device: Device, nbytes: int, *, shared: bool = True) -> None:
         self.device, self.nbytes = device, nbytes
-        self.handle = device._new("lily_buffer_new", max(nbytes, 16))
-        self.address: int = device.lib.lily_buffer_contents(self.handle)
-        raw: Any = (ctypes.c_uint8 * max(nbytes, 16)).from_address(self.address)
-        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(raw, np.uint8)[:nbytes]
+        self.handle = device._new("lily_buffer_new", max(nbytes, 16), shared)
+        self.address: int = device.lib.lily_buffer_contents(self.handle) or 0  # 0: the host does not see it
+        raw: Any = (ctypes.c_uint8 * max(nbytes, 16)).from_address(self.address) if self.address else b""
+        self._view: Bytes | None = np.frombuffer(raw, np.uint8)[:nbytes] if self.address else None
+
+    @property
+    def bytes(self) -> Bytes:
+        """A view of its contents."""
+        assert self._view is not None, "this memory is the device's own: use read, write, copy and fill"
+        return self._view
 
     def array(self, dtype: Any, count: int = -1) -> np.ndarray[Any, Any]:
-        """The contents as ``dtype``."""
+        """A view of its contents as ``dtype``."""
         size = np.dtype(dtype).itemsize
         count = self.nbytes // size if count < 0 else count
         return np.ndarray((count,), dtype, self.bytes.data)
+
+    # ---- transfers
+    def fill(self, value: int = 0) -> None:
+        """Sets every byte."""
+        self.device._check(self.device.lib.lily_buffer_fill(self.handle, 0, self.nbytes, value))
+
+    def copy(self, source: Buffer, nbytes: int) -> None:
+        """Becomes ``source`` in its first ``nbytes``."""
+        self.device._check(self.device.lib.lily_buffer_copy(self.handle, 0, source.handle, 0, nbytes))
+
+    def read(self, start: int = 0, nbytes: int = -1) -> Bytes:
+        """A copy of the bytes from ``start`` on; -1: of all that follow."""
+        out = np.empty(self.nbytes - start if nbytes < 0 else nbytes, np.uint8)
+        self.device._check(self.device.lib.lily_buffer_read(self.handle, start, out.size, out.ctypes.data))
+        return out
+
+    def write(self, data: np.ndarray[Any, Any], start: int = 0) -> None:
+        """Puts ``data``, which is contiguous, at byte ``start``."""
+        assert data.flags.c_contiguous
+        self.device._check(self.device.lib.lily_buffer_write(self.handle, start, data.nbytes, data.ctypes.data))
+
+    @contextmanager
+    def filling(self, start: int, nbytes: int) -> Iterator[Bytes]:
+        """Bytes to be written to: they are in the buffer at the end of the block.
+
+        Their contents are the buffer's where the host sees it, else zero.
+        """
+        if self._view is not None:
+            yield self._view[start : start + nbytes]
+        else:
+            staged = np.zeros(nbytes, np.uint8)
+            yield staged
+            self.write(staged, start)
 
     def free(self) -> None:
         """Gives the memory back; nothing submitted may still use it."""
         if self.handle:
             handle, self.handle, self.nbytes = self.handle, 0, 0
             self.device.lib.lily_buffer_free(handle)
-            self.bytes = np.empty(0, np.uint8)
+            self._view = np.empty(0, np.uint8)
 
 
 def free(buffers: dict[str, Buffer]) -> None:
@@ -207,16 +257,16 @@ class Device:
         pairs = (line.split("=", 1) for line in lines if "=" in line)
         return {key: int(value) if value.isdigit() else value for key, value in pairs} | self.notes
 
-    def buffer(self, nbytes: int) -> Buffer:
-        """New zero-filled shared memory."""
-        return Buffer(self, nbytes)
+    def buffer(self, nbytes: int, *, shared: bool = True) -> Buffer:
+        """New zero-filled memory; ``shared``: that the host sees, too."""
+        return Buffer(self, nbytes, shared=shared)
 
-    def buffers(self, sizes: Mapping[str, int]) -> dict[str, Buffer]:
+    def buffers(self, sizes: Mapping[str, int], *, shared: bool = True) -> dict[str, Buffer]:
         """New zero-filled memory of each size, by name. DeviceError: there is no room for all; then none is left."""
         made: dict[str, Buffer] = {}
         try:
             for name, size in sizes.items():
-                made[name] = self.buffer(size)
+                made[name] = self.buffer(size, shared=shared)
         except BaseException:
             free(made)
             raise

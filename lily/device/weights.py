@@ -14,7 +14,8 @@ Each tensor is read once, by pread, a bounded part at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,11 +23,11 @@ from lily.bf16 import bf16_to_f32, f32_to_bf16
 from lily.checkpoint.checkpoint import Checkpoint
 from lily.checkpoint.config import QuantSpec
 from lily.device._pack import pack_rows16
-from lily.device.device import Device, free
+from lily.device.device import Bytes, Device, free
 from lily.errors import CheckpointError
+from lily.plan.views import View
 from lily.plan.weights_map import Dense, Matrix, WeightsMap, align, matrix_bytes
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Progress = Callable[[int], None]
 
 _PART_BYTES = 32 << 20  # packed weights held in host memory at once, at most
@@ -35,7 +36,7 @@ _UNSCALED = ("A_log", "dt_bias")  # these tensors have no .weight in their name
 
 
 def load_weights(
-    checkpoint: Checkpoint, weights: WeightsMap, buffers: Mapping[str, Bytes], progress: Progress = lambda n: None
+    checkpoint: Checkpoint, weights: WeightsMap, buffers: Mapping[str, Target], progress: Progress = lambda n: None
 ) -> None:
     """Fills the buffers of ``weights``; ``progress`` gets the number of checkpoint bytes done since its last call.
 
@@ -55,17 +56,23 @@ def _is_model_norm(module: str) -> bool:
     return module.endswith("norm") and not module.endswith("linear_attn.norm")
 
 
+class Target(Protocol):
+    """What weights are put into: a Buffer."""
+
+    def filling(self, start: int, nbytes: int) -> AbstractContextManager[Bytes]: ...
+
+
 class Weights:
     """A model's weights on a device, in buffers that belong to this object."""
 
     def __init__(self, device: Device, weights: WeightsMap) -> None:
         """Buffers for all of ``weights``, zero-filled. DeviceError: there is no memory for them."""
         self.map = weights
-        self.buffers = device.buffers(weights.buffers)
+        self.buffers = device.buffers(weights.buffers, shared=False)
 
     def load(self, checkpoint: Checkpoint, progress: Progress = lambda n: None) -> None:
         """As ``load_weights``."""
-        load_weights(checkpoint, self.map, {name: b.bytes for name, b in self.buffers.items()}, progress)
+        load_weights(checkpoint, self.map, self.buffers, progress)
 
     @property
     def nbytes(self) -> int:
@@ -78,11 +85,12 @@ class Weights:
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, Bytes], progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, buffers: Mapping[str, Target], progress: Progress) -> None:
         self.checkpoint, self.buffers, self.progress = checkpoint, buffers, progress
 
-    def _target(self, view: Any) -> Bytes:
-        return self.buffers[view.buffer][view.offset : view.offset + view.nbytes]
+    def _filling(self, view: View, start: int = 0, nbytes: int = -1) -> AbstractContextManager[Bytes]:
+        """Bytes of a view, all of them or a part, to be written to."""
+        return self.buffers[view.buffer].filling(view.offset + start, view.nbytes if nbytes < 0 else nbytes)
 
     def dense(self, dense: Dense) -> None:
         """A small tensor as float32; raw RMSNorm weights get the 1 that conversion would have added."""
@@ -92,23 +100,24 @@ class _Loader:
             value = value + np.float32(1)
             if self.checkpoint.tensors[name].dtype == "BF16":
                 value = bf16_to_f32(f32_to_bf16(value))  # a converted checkpoint holds the rounded sum
-        self._target(dense.view).view(np.float32)[:] = value.reshape(-1)
+        with self._filling(dense.view) as out:
+            out.view(np.float32)[:] = value.reshape(-1)
         self.progress(self.checkpoint.tensors[name].nbytes)
 
     def inverse_frequencies(self, weights: WeightsMap) -> None:
         """RoPE: theta^(-2i/rotary), i < rotary/2, in float32."""
         c = self.checkpoint.config
         i = np.arange(0, c.rotary_dim, 2, dtype=np.float64)
-        self._target(weights.inv_freq).view(np.float32)[:] = c.rope_theta ** (-i / c.rotary_dim)
+        with self._filling(weights.inv_freq) as out:
+            out.view(np.float32)[:] = c.rope_theta ** (-i / c.rotary_dim)
 
     def matrix(self, m: Matrix) -> None:
         """All parts of a matrix, or of a stack of experts."""
         write = _WRITERS[m.layout]
-        target = self._target(m.view)
         for first, count in self._expert_ranges(m):
             words, scales, biases = self._read_stack(m, first, count)
-            out = target[first * m.expert_bytes : (first + count) * m.expert_bytes].reshape(count, m.expert_bytes)
-            write(out, words, scales, biases, m.spec.bits, m.spec.group_size)
+            with self._filling(m.view, first * m.expert_bytes, count * m.expert_bytes) as out:
+                write(out.reshape(count, m.expert_bytes), words, scales, biases, m.spec.bits, m.spec.group_size)
 
     def _expert_ranges(self, m: Matrix) -> Iterator[tuple[int, int]]:
         step = max(1, _PART_BYTES // m.expert_bytes)

@@ -47,7 +47,8 @@ class Recorder:
 
     def __init__(self, device: Device, config: ModelConfig, policy: Policy, weights: Weights) -> None:
         self.device, self.config, self.policy, self.weights = device, config, policy, weights
-        self.buffers = device.buffers(shared_buffers(config, policy))
+        self._hidden = not policy.ablated("resident-routing")  # with it the host reads and writes scratch memory
+        self.buffers = device.buffers(shared_buffers(config, policy), shared=False)
         self._plans: dict[Key, Plan] = {}
         self._recorded: dict[tuple[Sequence, Key], Pair] = {}
         self._dropped: list[CommandList] = []  # not free yet
@@ -149,13 +150,16 @@ class Recorder:
             sequence.grow(tokens)
 
     def reserve(self, name: str, nbytes: int) -> None:
-        """Makes the buffer ``name`` at least ``nbytes`` large; its contents are lost and recorded lists dropped."""
+        """Makes the buffer ``name`` at least ``nbytes`` large; its contents are lost and recorded lists dropped.
+
+        All but scratch memory is for the host to read and write.
+        """
         old = self.buffers.get(name)
         if old is None or old.nbytes < nbytes:
             self.forget()
             if old is not None:  # first out of the way: the two may not fit beside each other
                 self.buffers.pop(name).free()
-            self.buffers[name] = self.device.buffer(nbytes)
+            self.buffers[name] = self.device.buffer(nbytes, shared=not (name == "scratch" and self._hidden))
 
     def close(self) -> None:
         """Frees lists and buffers; nothing may be in flight."""

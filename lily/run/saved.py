@@ -16,21 +16,22 @@ import math
 import os
 import re
 import struct
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from safetensors import safe_open
 
-from lily.checkpoint.safetensors_file import TensorInfo, read_header
+from lily.checkpoint.safetensors_file import DTYPE_BYTES, TensorInfo, read_header
 from lily.checkpoint.strict_json import open_regular
+from lily.device.device import Bytes
 from lily.errors import CacheError, CheckpointError, show
 from lily.private_files import replacing
-from lily.run.sequence import Bytes, Sequence
+from lily.run.sequence import Sequence
 
 FORMAT = {"format": "lily-conversation", "version": "1"}
 PIECE = 4 << 20
@@ -67,29 +68,26 @@ def save(path: Path, identity: Mapping[str, str], sequence: Sequence, *, in_use:
     ``in_use``: as in ``Sequence.states``.
     """
     states = sequence.states(in_use=in_use)
-    length = max(states)
-    tensors = _tensors(sequence, states, length)
-    header = _header(tensors, 1 + sum(map(_pieces, tensors.values())), identity)
+    parts = _parts(sequence, states)
+    header = _header(parts, identity)
     digests = [sha256(header).digest()]
     with replacing(path) as file:
         file.write(header)
-        for tensor in tensors.values():
-            data = tensor.reshape(-1).view(np.uint8)
-            for start in range(0, data.size, PIECE):
-                piece = data[start : start + PIECE].data
+        for part in parts.values():
+            for start in range(0, part.nbytes, PIECE):
+                piece = part.read(start, min(PIECE, part.nbytes - start)).data
                 digests.append(sha256(piece).digest())
                 file.write(piece)
         file.write(b"".join(digests))
         nbytes = file.tell()
-    return Saved(path, sequence.tokens[:length], tuple(sorted(states)), nbytes)
+    return Saved(path, sequence.tokens[: max(states)], tuple(sorted(states)), nbytes)
 
 
 def file_bytes(identity: Mapping[str, str], sequence: Sequence) -> int:
-    """Of the file that ``save`` would make of ``sequence``, which has states."""
-    states = sequence.states()
-    tensors = _tensors(sequence, states, max(states))
-    digests = 1 + sum(map(_pieces, tensors.values()))
-    return len(_header(tensors, digests, identity)) + sum(t.nbytes for t in tensors.values()) + digests * _DIGEST
+    """Of the file that ``save`` would make of ``sequence``, which has states and is not in use."""
+    parts = _parts(sequence, dict.fromkeys(sequence.positions()))
+    data = sum(part.nbytes for part in parts.values())
+    return len(_header(parts, identity)) + data + _digest_count(parts) * _DIGEST
 
 
 def read(path: Path, identity: Mapping[str, str], *, vocab: int) -> Saved:
@@ -114,12 +112,11 @@ def restore(
     done = False
     try:
         with _opened(saved.path, identity) as file:
-            for name, target in sequence.kv_rows(position).items():
-                yield from file.into(name, target)
-            states = {}
-            for point in (point for point in saved.points if point <= position):
-                states[point] = np.empty_like(sequence.state())
-                yield from file.into(f"{_STATE}{point}", states[point])
+            for name, buffer in sequence.kv.items():
+                yield from file.pieces(name, position * sequence.kv_row_bytes, buffer.write)
+            states = {point: np.empty(sequence.state_bytes, np.uint8) for point in saved.points if point <= position}
+            for point, state in states.items():
+                yield from file.pieces(f"{_STATE}{point}", state.size, _into(state))
         sequence.adopt(saved.tokens[:position], states)
         done = True
     finally:
@@ -127,22 +124,47 @@ def restore(
             sequence.reset()
 
 
-def _tensors(sequence: Sequence, states: Mapping[int, Bytes], length: int) -> dict[str, np.ndarray[Any, Any]]:
+class _Part(NamedTuple):
+    """A tensor of the file; ``read`` gives so many of its bytes from some one on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def _parts(sequence: Sequence, states: Mapping[int, Bytes | None]) -> dict[str, _Part]:
     """In the order of the file."""
+    length = max(states)
+    tokens = np.array(sequence.tokens[:length], np.int32).view(np.uint8)
     return {
-        "tokens": np.array(sequence.tokens[:length], np.int32),
-        **{name: rows.reshape(length, -1) for name, rows in sequence.kv_rows(length).items()},
-        **{f"{_STATE}{position}": states[position] for position in sorted(states)},
+        "tokens": _Part("I32", (length,), _of(tokens)),
+        **{name: _Part("U8", (length, sequence.kv_row_bytes), buffer.read) for name, buffer in sequence.kv.items()},
+        **{f"{_STATE}{at}": _Part("U8", (sequence.state_bytes,), _of(states[at])) for at in sorted(states)},
     }
 
 
-def _header(tensors: Mapping[str, np.ndarray[Any, Any]], digests: int, identity: Mapping[str, str]) -> bytes:
+def _of(data: Bytes | None) -> Callable[[int, int], Bytes]:
+    return lambda start, count: data[start : start + count]  # type: ignore[index]  # who reads has data
+
+
+def _into(target: Bytes) -> Callable[[Bytes, int], None]:
+    def put(data: Bytes, start: int) -> None:
+        target[start : start + data.size] = data
+
+    return put
+
+
+def _header(parts: Mapping[str, _Part], identity: Mapping[str, str]) -> bytes:
     """The beginning of a safetensors file: bytes of the JSON text, and the text."""
     entries: dict[str, Any] = {"__metadata__": {**FORMAT, _IDENTITY: json.dumps(dict(identity))}}
     at = 0
-    shapes = {name: ("I32" if name == "tokens" else "U8", tensor.shape) for name, tensor in tensors.items()}
-    for name, (dtype, shape) in (shapes | {"digests": ("U8", (digests, _DIGEST))}).items():
-        end = at + math.prod(shape) * (4 if dtype == "I32" else 1)
+    shapes = {name: (part.dtype, part.shape) for name, part in parts.items()}
+    for name, (dtype, shape) in (shapes | {"digests": ("U8", (_digest_count(parts), _DIGEST))}).items():
+        end = at + math.prod(shape) * DTYPE_BYTES[dtype]
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries).encode()
@@ -150,8 +172,12 @@ def _header(tensors: Mapping[str, np.ndarray[Any, Any]], digests: int, identity:
     return struct.pack("<Q", len(text)) + text
 
 
-def _pieces(tensor: np.ndarray[Any, Any] | TensorInfo) -> int:
-    return -(-tensor.nbytes // PIECE)
+def _digest_count(parts: Mapping[str, _Part]) -> int:
+    return 1 + sum(_pieces(part.nbytes) for part in parts.values())
+
+
+def _pieces(nbytes: int) -> int:
+    return -(-nbytes // PIECE)
 
 
 class _File:
@@ -164,7 +190,7 @@ class _File:
         count = 1
         for name, tensor in tensors.items():
             self._first[name] = count
-            count += _pieces(tensor)
+            count += _pieces(tensor.nbytes)
         found = tensors.get("digests")
         if found is None or list(tensors)[-1] != "digests" or found.shape != (self._first["digests"], _DIGEST):
             _damaged(path, "it has no digests of what it holds")
@@ -175,25 +201,21 @@ class _File:
     def all(self, name: str) -> Bytes:
         """A whole tensor."""
         tensor = self.tensors.get(name)
-        if tensor is None:
-            _damaged(self.path, f"it has no {name}")
-        data = np.empty(tensor.nbytes, np.uint8)
-        for _ in self.into(name, data):
+        data = np.empty(0 if tensor is None else tensor.nbytes, np.uint8)
+        for _ in self.pieces(name, data.size, _into(data)):
             pass
         return data
 
-    def into(self, name: str, target: Bytes) -> Iterator[None]:
-        """Fills ``target`` with the beginning of a tensor, piece by piece."""
+    def pieces(self, name: str, nbytes: int, put: Callable[[Bytes, int], object]) -> Iterator[None]:
+        """Gives the first ``nbytes`` of a tensor to ``put``, each piece with its place, and stops after each."""
         tensor = self.tensors.get(name)
-        if tensor is None or tensor.nbytes < target.size:
+        if tensor is None or tensor.nbytes < nbytes:
             _damaged(self.path, f"it has no {name} of that size")
-        flat = target.reshape(-1)
-        for number, start in enumerate(range(0, flat.size, PIECE)):
+        for number, start in enumerate(range(0, nbytes, PIECE)):
             data = self._bytes(tensor.offset + start, min(PIECE, tensor.nbytes - start))
             if not self._agrees(self._first[name] + number, data):
                 _damaged(self.path, f"{name} is not what was written")
-            wanted = min(PIECE, flat.size - start)
-            flat[start : start + wanted] = np.frombuffer(data, np.uint8, wanted)
+            put(np.frombuffer(data, np.uint8, min(PIECE, nbytes - start)), start)
             yield
 
     def _agrees(self, number: int, data: bytes) -> bool:

@@ -16,13 +16,11 @@ import numpy as np
 
 from lily import structs
 from lily.checkpoint.config import ModelConfig
-from lily.device.device import Buffer, Device, free
+from lily.device.device import Buffer, Bytes, Device, free
 from lily.errors import ContextLengthError
 from lily.plan.memory import SLOTTED, StateLayout, kv_layers, kv_row_bytes, sequence_buffers
 from lily.policy import Policy
 from lily.run.history import History
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Sequence(History):
@@ -39,10 +37,10 @@ class Sequence(History):
         state = StateLayout.of(config, policy).nbytes
         small = sequence_buffers(config, policy, 0)
         sizes = {f"{base}.{slot}": small[f"{base}.in"] for base in ("step", "ids") for slot in "AB"}
-        sizes |= {f"state.{slot}": state for slot in "AB"}
         sizes |= {n: size for n, size in small.items() if n.split(".")[0] not in SLOTTED and n != "history"}
-        self.buffers = device.buffers(sizes)
+        self.buffers = device.buffers({f"state.{slot}": state for slot in "AB"}, shared=False)
         try:
+            self.buffers |= device.buffers(sizes)
             self.grow(1)
         except BaseException:
             self.close()
@@ -80,14 +78,14 @@ class Sequence(History):
         """
         kv_tokens = max(tokens, min(self.policy.kv_tokens(tokens), self.max_context))
         row, used = kv_row_bytes(self.config), len(self.tokens)
-        sizes = {f"kv.{layer}.{which}": kv_tokens * row for layer in kv_layers(self.config) for which in "kv"}
-        sizes["history"] = sequence_buffers(self.config, self.policy, kv_tokens)["history"]
-        grown = self.device.buffers(sizes)
-        replaced = {name: self.buffers[name] for name in grown if name in self.buffers}
+        history = sequence_buffers(self.config, self.policy, kv_tokens)["history"]
+        grown = self.device.buffers(dict.fromkeys(self._kv_names, kv_tokens * row), shared=False)
+        replaced = {}
         try:
+            grown |= self.device.buffers({"history": history})
+            replaced = {name: self.buffers[name] for name in grown if name in self.buffers}
             for name, old in replaced.items():
-                keep = old.nbytes if name == "history" else used * row
-                grown[name].bytes[:keep] = old.bytes[:keep]
+                grown[name].copy(old, old.nbytes if name == "history" else used * row)
         except BaseException:  # Ctrl-C in a long copy
             free(grown)
             raise
@@ -118,9 +116,9 @@ class Sequence(History):
         if where == "previous":
             self.slot ^= 1
         elif where == "kept":
-            self.state()[:] = self.points[position]
+            self._state.write(self.points[position])
         elif where == "start":
-            self.state()[:] = 0
+            self._state.fill()
         self.go_to(position, where)
         return position
 
@@ -132,20 +130,19 @@ class Sequence(History):
         position, where = other.point(prompt, in_use=in_use)
         self.reset()
         if where == "kept":
-            self.state()[:] = other.points[position]
+            self._state.write(other.points[position])
         else:
             slot = other.slot if where == "current" else other.slot ^ 1
-            self.state()[:] = other.buffers[f"state.{'AB'[slot]}"].array(np.uint8)
-        rows = other.kv_rows(position)
-        for name, own in self.kv_rows(position).items():
-            own[:] = rows[name]
+            self._state.copy(other.buffers[f"state.{'AB'[slot]}"], self._state.nbytes)
+        for name in self._kv_names:
+            self.buffers[name].copy(other.buffers[name], position * kv_row_bytes(self.config))
         self._begin_with(prompt[:position])
         self.snapshot()
         return position
 
     def adopt(self, tokens: abc.Sequence[int], states: dict[int, Bytes]) -> None:
         """Has consumed ``tokens``, whose KV rows are there, and keeps ``states``; one is that after all of them."""
-        self.state()[:] = states[len(tokens)]
+        self._state.write(states[len(tokens)])
         self._begin_with(tokens)
         self.points = states
 
@@ -153,31 +150,49 @@ class Sequence(History):
         self.buffers["history"].array(np.int32)[: len(tokens)] = tokens
         self.tokens = list(tokens)
 
-    def kv_rows(self, tokens: int) -> dict[str, Bytes]:
-        """By name the K and V rows, in device memory, of the first ``tokens`` in each layer."""
-        used = tokens * kv_row_bytes(self.config)
-        names = (f"kv.{layer}.{which}" for layer in kv_layers(self.config) for which in "kv")
-        return {name: self.buffers[name].bytes[:used] for name in names}
+    @property
+    def _kv_names(self) -> list[str]:
+        return [f"kv.{layer}.{which}" for layer in kv_layers(self.config) for which in "kv"]
+
+    @property
+    def kv(self) -> dict[str, Buffer]:
+        """By name the K and V rows of each layer that has them, a token after the other."""
+        return {name: self.buffers[name] for name in self._kv_names}
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Of a token, in each of ``kv``."""
+        return kv_row_bytes(self.config)
+
+    def positions(self) -> set[int]:
+        """Those of ``states`` while nothing of it is in flight."""
+        return self.points.keys() | (set() if self._canonical or not self.tokens else {len(self.tokens)})
 
     def states(self, *, in_use: bool = False) -> dict[int, Bytes]:
         """By position the states to which it can go back; of one ``in_use`` none that a step in flight may write."""
-        current = {} if in_use or self._canonical or not self.tokens else {len(self.tokens): self.state()}
+        current = {} if in_use or self._canonical or not self.tokens else {len(self.tokens): self._state.read()}
         return current | self.points
 
     def reset(self) -> None:
         """Forgets everything: no tokens, zero state, no points. Nothing of it may be in flight."""
         self.forget()
-        self.state()[:] = 0
+        self._state.fill()
 
-    def state(self) -> Bytes:
-        """Bytes of the current state slot."""
-        return self.array("state", np.uint8)
+    @property
+    def _state(self) -> Buffer:
+        """The current slot."""
+        return self.buffers[f"state.{'AB'[self.slot]}"]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one state."""
+        return self._state.nbytes
 
     def snapshot(self) -> None:
         """Copies the current state, to be resumed later."""
         position = len(self.tokens)
         if position and position not in self.points:
-            self.points[position] = self.state().copy()
+            self.points[position] = self._state.read()
 
     # ---- the inputs of a step
     def write_chunk(self, chunk: abc.Sequence[int]) -> None:

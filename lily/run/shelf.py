@@ -70,13 +70,13 @@ class Shelf:
 
     def keep(self, sequence: on_device.Sequence) -> None:
         """Writes ``sequence``, of which nothing is in flight, unless it is there or is not worth it."""
-        points = sequence.states()
+        points = sequence.positions()
         length = max(points, default=0)
         if length < LEAST:
             return
         tokens = sequence.tokens[:length]
         files = self._files()
-        if any(saved.tokens[:length] == tokens and points.keys() <= set(saved.points) for saved in files):
+        if any(saved.tokens[:length] == tokens and points <= set(saved.points) for saved in files):
             return
         beginnings = [saved for saved in files if tokens[: saved.latest] == saved.tokens]
         name = f"{self._mine}{sha256(repr(tokens).encode()).hexdigest()[:16]}{_SUFFIX}"

@@ -51,7 +51,7 @@ typedef struct {
 static chain make_chain(lily_device *device, uint32_t steps) {
     chain c = {.device = device, .steps = steps};
     const uint64_t region = 2048; // of GROUPS words
-    CHECK(!lily_buffer_new(device, 4 * region, &c.buffer));
+    CHECK(!lily_buffer_new(device, 4 * region, 1, &c.buffer));
     lily_kernel *kernel;
     CHECK(!lily_kernel_get(device, "copy", NULL, 0, &kernel));
     CHECK(!lily_list_new(device, &c.list));

@@ -60,7 +60,7 @@ static void serve(lily_device *device) {
     buffer *buffers = calloc(count + 1, sizeof *buffers);
     for (uint32_t i = 0; i < count; i++) {
         need(&buffers[i].bytes, sizeof buffers[i].bytes);
-        if (lily_buffer_new(device, buffers[i].bytes, &buffers[i].handle)) abort();
+        if (lily_buffer_new(device, buffers[i].bytes, 1, &buffers[i].handle)) abort();
         need(lily_buffer_contents(buffers[i].handle), buffers[i].bytes);
     }
     lily_list *list;

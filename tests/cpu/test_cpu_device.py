@@ -84,7 +84,7 @@ def test_threads_default_to_the_usable_processors() -> None:
     [
         ({"threads": 0}, r"threads is \"0\"; allowed: 1 to 256"),
         ({"threads": "many"}, r"threads is \"many\"; allowed: 1 to 256"),
-        ({"speed": 11}, r"no option \"speed\"; it has: threads, isa, null"),
+        ({"speed": 11}, r"no option \"speed\"; it has: threads, isa, null, discrete"),
         ({"null": 2}, r"null is \"2\"; allowed: 0, 1"),
         ({"isa": "sse9"}, r"no instruction-set path \"sse9\".*it has: .*portable"),
     ],

@@ -35,7 +35,7 @@ def compile_stress(repository: Path, folder: Path, sanitizer: str) -> Path:
     runtime = sorted((repository / "lily" / "cpu" / "runtime").glob("*.c"))
     assert runtime
     own = repository / "tests" / "cpu" / "cpu_stress.c"
-    sources = [own, repository / "objc_shim" / "device_common.c", *runtime]
+    sources = [own, *sorted((repository / "objc_shim").glob("device_*.c")), *runtime]
     target = folder / "cpu_stress"
     command = [*compiler, *flags, "-I", str(repository / "objc_shim"), "-I", str(folder), *map(str, sources)]
     subprocess.run([*command, "-o", str(target), "-lm"], check=True)

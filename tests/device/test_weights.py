@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,13 +37,24 @@ MIXED = {
 }  # fmt: skip
 
 
+class HostMemory:
+    """What weights are put into, where no device is open."""
+
+    def __init__(self, data: Array) -> None:
+        self.data = data
+
+    @contextmanager
+    def filling(self, start: int, nbytes: int) -> Iterator[Array]:
+        yield self.data[start : start + nbytes]
+
+
 def load(folder: Path, device: str, fill: int = FILL) -> tuple[Checkpoint, WeightsMap, dict[str, Array], int]:
     """(the closed checkpoint, map, filled buffers, bytes reported); buffers held ``fill`` before."""
     with Checkpoint.open(folder) as checkpoint:
         weights = map_weights(checkpoint.config, policy_for(device))
         buffers = {name: np.full(size, fill, np.uint8) for name, size in weights.buffers.items()}
         reported: list[int] = []
-        load_weights(checkpoint, weights, buffers, reported.append)
+        load_weights(checkpoint, weights, {name: HostMemory(data) for name, data in buffers.items()}, reported.append)
     return checkpoint, weights, buffers, sum(reported)
 
 
@@ -272,7 +284,7 @@ def test_host_memory_while_loading_is_bounded(tmp_path, monkeypatch):
         weights = map_weights(checkpoint.config, policy_for("cpu"))
         buffers = {name: np.zeros(size, np.uint8) for name, size in weights.buffers.items()}
         tracemalloc.start()
-        load_weights(checkpoint, weights, buffers)
+        load_weights(checkpoint, weights, {name: HostMemory(data) for name, data in buffers.items()})
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert weights.layers[0].moe.gate_up.view.nbytes > 4 << 20

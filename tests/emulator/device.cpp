@@ -38,7 +38,6 @@ typedef int (*MslProvider)(const char *name, const int32_t *constants, uint32_t 
 
 struct lily_buffer {
     buffer_head head;
-    uint8_t *base;
 };
 }
 
@@ -206,17 +205,16 @@ LILY_API int lily_info(lily_device *d, char *out, size_t bytes) {
     return device_told(length, bytes);
 }
 
-LILY_API int lily_buffer_new(lily_device *, uint64_t bytes, lily_buffer **out) {
+LILY_API int lily_buffer_new(lily_device *, uint64_t bytes, int, lily_buffer **out) {
     void *base = msl_region_new(bytes, 0);
     if (!base) return device_fail(LILY_ENOMEM, "no room for a buffer of %llu bytes", (unsigned long long)bytes);
-    *out = new lily_buffer{{bytes}, (uint8_t *)base};
+    *out = new lily_buffer{{bytes, (unsigned char *)base, false}};
     return LILY_OK;
 }
 LILY_API void lily_buffer_free(lily_buffer *b) {
-    msl_region_free(b->base);
+    msl_region_free(b->head.memory);
     delete b;
 }
-LILY_API void *lily_buffer_contents(lily_buffer *b) { return b->base; }
 
 LILY_API int lily_kernel_get(
     lily_device *d, const char *name, const int32_t *constants, uint32_t count, lily_kernel **out) {
@@ -260,7 +258,7 @@ LILY_API int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily
     p.kernel = kernel, p.arg_count = arg_count, p.barrier = barrier != 0;
     for (uint32_t i = 0; i < arg_count; i++) {
         const lily_buffer *b = args[i].buffer;
-        p.launch.buffers[i] = b->base + args[i].offset;
+        p.launch.buffers[i] = b->head.memory + args[i].offset;
         p.view_bytes[i] = b->head.bytes - args[i].offset;
         if (announced.empty()) continue;
         if (announced.front() > p.view_bytes[i])

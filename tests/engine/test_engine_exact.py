@@ -394,7 +394,7 @@ def test_failed_chunk_leaves_the_sequence_as_it_was(warm, cold_engine, grid, mon
             done = device.wait(ticket, timeout)
             if next(calls) != failing_call:
                 return done
-            sequence_of(warm).state()[:] = 0x3F
+            sequence_of(warm)._state.fill(0x3F)
             raise DeviceError("injected")
 
     monkeypatch.setattr(r, "device", Failing())

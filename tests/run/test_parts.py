@@ -22,7 +22,6 @@ from models import tiny_model
 from lily.device.device import CommandList
 from lily.engine import Engine
 from lily.errors import DeviceError
-from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.run.reply import Reply
 from lily.run.requests import Request
 from lily.run.residents import Resident
@@ -57,9 +56,9 @@ def parts_of(engine: Engine) -> int:
 
 
 def state(sequence: Sequence) -> bytes:
-    used = len(sequence.tokens) * kv_row_bytes(sequence.config)
-    rows = [sequence.buffers[f"kv.{i}.{which}"].bytes[:used] for i in kv_layers(sequence.config) for which in "kv"]
-    return b"".join(part.tobytes() for part in [sequence.state(), *rows])
+    used = len(sequence.tokens) * sequence.kv_row_bytes
+    rows = [buffer.read(0, used) for buffer in sequence.kv.values()]
+    return b"".join(part.tobytes() for part in [sequence._state.read(), *rows])
 
 
 def read(reply: Reply, count: int = TOKENS) -> list[Any]:

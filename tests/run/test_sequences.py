@@ -16,7 +16,6 @@ from engine_harness import open_engine, policy, runner_of, sequence_of
 from models import tiny_model
 
 from lily.engine import Engine
-from lily.plan.memory import kv_layers, kv_row_bytes
 from lily.run.reply import Reply
 from lily.run.runner import Runner, whole
 from lily.run.sequence import Sequence
@@ -55,9 +54,9 @@ def begin(runner: Runner, sequence: Sequence, number: int) -> Reply:
 
 
 def state(sequence: Sequence) -> bytes:
-    used = len(sequence.tokens) * kv_row_bytes(sequence.config)
-    rows = [sequence.buffers[f"kv.{i}.{which}"].bytes[:used] for i in kv_layers(sequence.config) for which in "kv"]
-    return b"".join(part.tobytes() for part in [sequence.state(), *rows])
+    used = len(sequence.tokens) * sequence.kv_row_bytes
+    rows = [buffer.read(0, used) for buffer in sequence.kv.values()]
+    return b"".join(part.tobytes() for part in [sequence._state.read(), *rows])
 
 
 def read(reply: Reply) -> list[Any]:

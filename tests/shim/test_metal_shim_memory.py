@@ -6,6 +6,7 @@ It runs under GNUstep against the stand-in of tests/metal/.  Not handled: what k
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from metal.shim import Open, Work, dispatch
 from metal.standin import Standin
@@ -26,6 +27,21 @@ def test_buffers_are_shared_zero_filled_pages(opened: Open) -> None:
     for b in buffers:
         b.free()
     assert device.info["allocated"] == 0
+
+
+def test_what_is_transferred_is_there_for_the_gpu(opened: Open) -> None:
+    """The same code as the cpu device's, whose tests look closer (test_transfers.py)."""
+    device = opened()
+    own, other = (device.buffer(100, shared=False) for _ in range(2))
+    own.write(np.arange(100, dtype=np.uint8))
+    other.copy(own, 60)
+    assert other.read().tolist() == [*range(60), *[0] * 40] == other.bytes.tolist()
+    other.fill(7)
+    assert set(other.bytes) == {7}
+    with pytest.raises(DeviceError, match="101 bytes at 0 are not within a buffer of 100"):
+        other.read(0, 101)
+    for buffer in (own, other):
+        buffer.free()
 
 
 def test_more_than_the_working_set_is_refused_with_the_numbers(metal: Standin, opened: Open) -> None:

@@ -54,7 +54,7 @@ def build_server(folder: Path) -> Path:
     (folder / "kernel_params.h").write_text(c_header())
     cpu = ROOT / "lily" / "cpu"
     sources = [*(cpu / "runtime").glob("*.c"), cpu / "paths" / "isa_neon.c", cpu / "paths" / "isa_portable.c"]
-    sources += [ROOT / "objc_shim" / "device_common.c", ROOT / "tests" / "cpu" / "kernel_server.c"]
+    sources += [*(ROOT / "objc_shim").glob("device_*.c"), ROOT / "tests" / "cpu" / "kernel_server.c"]
     compiler = cross_compiler()
     includes = [f"-I{ROOT / 'objc_shim'}", f"-I{folder}"]
 

@@ -25,7 +25,7 @@ from lily.checkpoint.config import ModelConfig
 from lily.device.device import Buffer, Device
 from lily.engine import Completion, Engine
 from lily.errors import DeviceError
-from lily.plan.memory import kv_layers, kv_row_bytes
+from lily.plan.memory import kv_layers
 from lily.policy import POLICIES
 from lily.run.budget import SNAPSHOTS
 from lily.run.reply import Reply, Token
@@ -111,14 +111,14 @@ def sequence_of(engine: Engine) -> Sequence:
 
 def current_logits(engine: Engine) -> Array:
     """Logits of the last sampled row, padding rows included."""
-    return runner_of(engine).recorder.buffers["logits"].array(np.float32, engine.config.vocab_size).copy()
+    return runner_of(engine).recorder.buffers["logits"].read().view(np.float32)[: engine.config.vocab_size]
 
 
 def current_state(engine: Engine) -> bytes:
     """All that decides what follows: recurrent and convolution state, and the KV rows in use."""
     s = sequence_of(engine)
-    used = len(s.tokens) * kv_row_bytes(s.config)
-    parts = [s.state()] + [s.buffers[f"kv.{i}.{which}"].bytes[:used] for i in kv_layers(s.config) for which in "kv"]
+    used = len(s.tokens) * s.kv_row_bytes
+    parts = [s._state.read(), *(rows.read(0, used) for rows in s.kv.values())]
     return b"".join(part.tobytes() for part in parts)
 
 

@@ -108,7 +108,7 @@ def _kernel_table() -> Path:
 @cache
 def runtime_path() -> Path:
     """The emulator's shared library, compiled if need be."""
-    sources = [DEVICE / "device_common.c", *sorted(EMULATOR.glob("*.cpp"))]
+    sources = [*sorted(DEVICE.glob("device_*.c")), *sorted(EMULATOR.glob("*.cpp"))]
     inputs = [*sorted(DEVICE.glob("*device*.[ch]")), _kernel_table() / "kernel_params.h"]
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in inputs)).hexdigest()
     text = "".join([f"// {digest}\n", *(f'#include "{p}"\n' for p in sources)])

@@ -14,12 +14,25 @@ ROW, STATE = 24, 100  # bytes
 ROOM = 4096  # tokens
 
 
+class Rows:
+    """Memory as a Buffer has it."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(ROOM * ROW, np.uint8)
+
+    def read(self, start: int, nbytes: int) -> Any:
+        return self.bytes[start : start + nbytes].copy()
+
+    def write(self, data: Any, start: int = 0) -> None:
+        self.bytes[start : start + data.size] = data
+
+
 class StoredSequence(History):
     """Two tensors of KV rows; ``fill`` makes contents that follow from tokens and position."""
 
     def __init__(self) -> None:
         super().__init__(canonical=True)
-        self.kv = {name: np.zeros((ROOM, ROW), np.uint8) for name in ("kv.3.k", "kv.3.v")}
+        self.kv = {name: Rows() for name in ("kv.3.k", "kv.3.v")}
         self.slot = np.zeros(STATE, np.uint8)
 
     @classmethod
@@ -28,18 +41,17 @@ class StoredSequence(History):
         made.tokens = list(tokens)
         made.points = {point: content(tokens[:point], STATE) for point in points}
         for number, rows in enumerate(made.kv.values()):
-            rows[: len(tokens)] = content(tokens, len(tokens) * ROW, number).reshape(-1, ROW)
+            rows.write(content(tokens, len(tokens) * ROW, number))
         return made
 
     # ---- what a Sequence has
     def states(self, *, in_use: bool = False) -> dict[int, Any]:
         return dict(self.points)
 
-    def kv_rows(self, tokens: int) -> dict[str, Any]:
-        return {name: rows[:tokens].reshape(-1) for name, rows in self.kv.items()}
+    kv_row_bytes, state_bytes = ROW, STATE
 
-    def state(self) -> Any:
-        return self.slot
+    def positions(self) -> set[int]:
+        return set(self.points)
 
     def adopt(self, tokens: abc.Sequence[int], states: dict[int, Any]) -> None:
         self.slot[:] = states[len(tokens)]

@@ -17,8 +17,15 @@
 typedef struct {
     uint32_t threads;
     char isa[32];
-    bool null;
+    bool null, discrete;
 } open_options;
+
+static int parse_switch(const char *name, const char *text, bool *on) {
+    if (strcmp(text, "0") && strcmp(text, "1"))
+        return device_fail(LILY_EINVAL, "option %s is \"%s\"; allowed: 0, 1", name, text);
+    *on = text[0] == '1';
+    return LILY_OK;
+}
 
 static int parse_option(open_options *o, const char *line, int length) {
     const char *equals = memchr(line, '=', length);
@@ -38,11 +45,12 @@ static int parse_option(open_options *o, const char *line, int length) {
     } else if (key == 3 && !memcmp(line, "isa", 3)) {
         memcpy(o->isa, text, (size_t)value + 1);
     } else if (key == 4 && !memcmp(line, "null", 4)) {
-        if (strcmp(text, "0") && strcmp(text, "1"))
-            return device_fail(LILY_EINVAL, "option null is \"%s\"; allowed: 0, 1", text);
-        o->null = text[0] == '1';
+        return parse_switch("null", text, &o->null);
+    } else if (key == 8 && !memcmp(line, "discrete", 8)) {
+        return parse_switch("discrete", text, &o->discrete);
     } else {
-        return device_fail(LILY_EINVAL, "the cpu device has no option \"%.*s\"; it has: threads, isa, null", key, line);
+        return device_fail(
+            LILY_EINVAL, "the cpu device has no option \"%.*s\"; it has: threads, isa, null, discrete", key, line);
     }
     return LILY_OK;
 }
@@ -133,6 +141,7 @@ static int open_device(const char *options, lily_device **out) {
     if (!d) return device_fail(LILY_ENOMEM, "no memory left for a device");
     d->isa = isa;
     d->null = o.null;
+    d->discrete = o.discrete;
     device_init(&d->head);
     device_init_condition(&d->work);
     const int started = start_threads(d, o.threads);

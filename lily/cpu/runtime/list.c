@@ -49,7 +49,7 @@ int lily_list_dispatch(lily_list *list, lily_kernel *kernel, const lily_arg *arg
     struct recorded *r = append(list);
     if (!r) return device_fail(LILY_ENOMEM, "no memory left for dispatch %u of a list", list->count);
     r->kernel = kernel;
-    for (uint32_t i = 0; i < arg_count; i++) r->arg[i] = args[i].buffer->contents + args[i].offset;
+    for (uint32_t i = 0; i < arg_count; i++) r->arg[i] = args[i].buffer->head.memory + args[i].offset;
     if (param_bytes) memcpy(r->params, params, param_bytes);
     memcpy(r->grid, grid, sizeof r->grid);
     r->barrier = barrier != 0;

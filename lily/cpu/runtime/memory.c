@@ -16,9 +16,8 @@
 #define ALIGNMENT 256u
 #define HUGE_PAGE ((size_t)2 << 20)
 
-int lily_buffer_new(lily_device *device, uint64_t bytes, lily_buffer **out) {
-    (void)device;
-    if (!out) return device_fail(LILY_EINVAL, "lily_buffer_new: no place for the result");
+int lily_buffer_new(lily_device *device, uint64_t bytes, int shared, lily_buffer **out) {
+    if (!device || !out) return device_fail(LILY_EINVAL, "lily_buffer_new: an argument is null");
     *out = NULL;
     if (bytes > ((uint64_t)1 << 46))
         return device_fail(
@@ -26,6 +25,7 @@ int lily_buffer_new(lily_device *device, uint64_t bytes, lily_buffer **out) {
     lily_buffer *b = calloc(1, sizeof *b);
     if (!b) return device_fail(LILY_ENOMEM, "no memory left for a buffer's record");
     b->head.bytes = bytes;
+    b->head.hidden = device->discrete && !shared;
     // Readers may fetch whole vectors at the end, so the mapping goes on for a little.
     const bool huge = bytes >= HUGE_PAGE;
     b->mapping_bytes = (size_t)bytes + ALIGNMENT + (huge ? HUGE_PAGE : 0);
@@ -37,9 +37,9 @@ int lily_buffer_new(lily_device *device, uint64_t bytes, lily_buffer **out) {
             (unsigned long long)bytes, strerror(errno));
     }
     const size_t step = huge ? HUGE_PAGE : ALIGNMENT;
-    b->contents = (unsigned char *)(((uintptr_t)b->mapping + step - 1) & ~(uintptr_t)(step - 1));
+    b->head.memory = (unsigned char *)(((uintptr_t)b->mapping + step - 1) & ~(uintptr_t)(step - 1));
 #if defined(MADV_HUGEPAGE)
-    if (huge) madvise(b->contents, (size_t)bytes, MADV_HUGEPAGE); // refused where switched off: only slower
+    if (huge) madvise(b->head.memory, (size_t)bytes, MADV_HUGEPAGE); // refused where switched off: only slower
 #endif
     *out = b;
     return LILY_OK;
@@ -50,5 +50,3 @@ void lily_buffer_free(lily_buffer *b) {
     munmap(b->mapping, b->mapping_bytes);
     free(b);
 }
-
-void *lily_buffer_contents(lily_buffer *b) { return b->contents; }

@@ -16,7 +16,6 @@ struct lily_kernel {
 
 struct lily_buffer {
     buffer_head head;
-    unsigned char *contents;
     void *mapping;
     size_t mapping_bytes;
 };
@@ -48,7 +47,7 @@ typedef struct {
 struct lily_device {
     device_head head;
     const cpu_isa *isa;
-    bool null;
+    bool null, discrete;
     pool *pool;
     pthread_t driver;
     // Everything below belongs to the head's mutex.
