@@ -42,6 +42,26 @@ def test_second_turn(benchmark):
     assert ratio >= 10
 
 
+def test_a_conversation_from_disk(benchmark, tmp_path):
+    """With one sequence two conversations take each other's place: the first token beside that of a cold prompt."""
+    with lily.Engine(max_context=8192, sequences=1, cache_dir=tmp_path) as engine:
+        prompts = [engine.tokenizer.encode(f"{n} " + "Tell me of a cat. " * (HISTORY // 6)) for n in range(2)]
+        how = {"max_tokens": 1, "temperature": 0.0}
+        colds = [engine.generate(prompt, **how).timings.prompt_seconds for prompt in prompts]
+        warms = []
+
+        def turns() -> None:
+            for prompt in prompts:
+                warm = engine.generate([*prompt, *engine.tokenizer.encode(" And then?")], **how)
+                assert warm.cached_tokens >= len(prompt) - 64
+                warms.append(warm.timings.prompt_seconds)
+
+        benchmark.pedantic(turns, rounds=ROUNDS, warmup_rounds=1)
+        size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    benchmark.extra_info["times as soon"] = round(median(colds) / median(warms), 1)
+    benchmark.extra_info["megabytes of a conversation"] = round(size / len(prompts) / 1e6, 1)
+
+
 def test_tokens_of_a_long_chat_again(benchmark):
     """50,000 tokens of messages, of which the last one is new."""
     data = os.environ.get("LILY_TEST_DATA")
