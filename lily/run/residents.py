@@ -126,9 +126,9 @@ class Residents:
         shared = {r: common_prefix(r.sequence.tokens, tokens) for r in self._all}
         points = {r: r.sequence.point(tokens, in_use=r.reserved > 0, shared=shared[r])[0] for r in self._all}
         best = max(self._all, key=lambda r: (points[r], not r.reserved, r.used))
-        chosen = self._from_shelf(tokens, reserve, points[best])
-        if chosen is not None:
-            return self._taken(chosen, tokens, shared.values())
+        from_disk = self._from_shelf(tokens, reserve, points[best])
+        if from_disk is not None:
+            return self._taken(from_disk[0], tokens, (*shared.values(), from_disk[1]))
         goes_on = not best.reserved and self._goes_on(best, shared[best], points[best])
         source = best if points[best] else None
         # Where there is no memory for both, the one that shares most is gone on with all the same.
@@ -150,8 +150,11 @@ class Residents:
         chosen.used, chosen.turn, chosen.shared = self._uses, self._marks.turn(tokens), tuple(shared)
         return chosen
 
-    def _from_shelf(self, tokens: abc.Sequence[int], reserve: int, point: int) -> Resident | None:
-        """A sequence that is to be filled from disk; None if that saves little against ``point`` tokens, or not now."""
+    def _from_shelf(self, tokens: abc.Sequence[int], reserve: int, point: int) -> tuple[Resident, int] | None:
+        """(a sequence that is to be filled from disk, how many tokens the file shares with the prompt).
+
+        None if that saves little against the ``point`` tokens that are there, or if there is no sequence for it now.
+        """
         if self._shelf is None:
             return None
         saved, position = self._shelf.match(tokens)
@@ -163,9 +166,9 @@ class Residents:
         self._gives_way(chosen)
         chosen.sequence.reset()
         shared = common_prefix(saved.tokens, tokens)
-        chosen.reason = self._reason(tokens, shared, position)
+        chosen.reason = "hit" if position == saved.latest else self._reason(tokens, shared, position)
         chosen.fetch = partial(self._fetch, self._shelf, saved, chosen, position)
-        return chosen
+        return chosen, shared
 
     def _fetch(self, shelf: Shelf, saved: Saved, chosen: Resident, position: int) -> Pieces:
         with suppress(DeviceError):  # it is said where memory is needed

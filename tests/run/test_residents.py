@@ -285,7 +285,7 @@ class Disk:
         position = max(shared, default=0)
         if not position:
             return None, 0
-        return SimpleNamespace(tokens=shared[position], points=(position,)), position
+        return SimpleNamespace(tokens=shared[position], points=(position,), latest=position), position
 
     def restore(self, saved: Any, sequence: FakeSequence, position: int) -> Iterator[None]:
         sequence.reset()
@@ -314,7 +314,7 @@ def test_what_gives_way_is_written_first_and_read_again() -> None:
     again = pool.take([*LONG, 9], 2001)
     assert again is not None
     assert disk.kept == [LONG, OTHER]
-    assert (again.reason, again.sequence.tokens, again.shared) == ("diverged at token 2000", [], (0,))
+    assert (again.reason, again.sequence.tokens, again.shared) == ("hit", [], (0, 2000))
     assert len(list(again.fetch())) == 1
     assert again.sequence.tokens == LONG
     pool.give_back(again)
