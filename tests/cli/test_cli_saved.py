@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import signal
 import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from cli_harness import failure, lily_process, usage_error
@@ -80,6 +84,44 @@ def test_a_chat_goes_on_the_next_day(tmp_path: Path) -> None:
     assert f"tokens from {file}".encode() in err
     assert b" cached)" in err
     assert err.count(b"Prompt cache: ") == 2
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server that keeps conversations in ``folder``, in a process of its own, and its address."""
+    args = ["serve", *HOW[:-2], "--port", "0", "--quiet", "--cache-dir", str(folder)]
+    with lily_process(*args) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().decode().strip()
+        finally:
+            process.kill()
+
+
+def cached(url: str, text: str) -> int:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
+    request = Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )  # fmt: skip
+    with urlopen(request, timeout=PATIENCE) as response:
+        usage = json.load(response)["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_server_that_is_stopped_keeps_its_conversations_and_one_that_is_killed_those_on_disk(tmp_path: Path) -> None:
+    one, two = (f"{number} " + "Once upon a time there was a little girl. " * 60 for number in (1, 2))
+    with serving(tmp_path / "kept") as (process, url):
+        assert cached(url, one) == 0
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    with serving(tmp_path / "kept") as (process, url):
+        assert cached(url, one) > 512
+        assert cached(url, two) < 512
+        process.kill()
+        process.wait(PATIENCE)
+    with serving(tmp_path / "kept") as (_, url):
+        assert cached(url, one) > 512
+        assert cached(url, two) < 512
 
 
 @pytest.mark.parametrize(

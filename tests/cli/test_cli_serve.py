@@ -75,12 +75,17 @@ def test_every_flag_reaches_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path
         "--api-key-file": str(tmp_path / "key"), "--allowed-hosts": "lily.lan, [::9],A.lan", "--served-model-name": "q",
         "--allowed-origins": "https://a.example", "--max-tokens": "77", "--queue": "17", "--request-timeout": "9.5",
         "--chat-template-args": '{"enable_thinking": false}', "--host": "localhost", "--sequences": "2",
+        "--cache-bytes": "50MB", "--cache-dir": str(tmp_path / "kept"), "--cache-disk-bytes": "1GiB",
+        "--idle-unload": "60",
     }  # fmt: skip
     app = served([word for pair in flags.items() for word in pair], monkeypatch)
     assert app.engine.sequences == 2
+    assert (app.engine._residents._budget, app.engine._residents._shelf._limit) == (50_000_000, 1 << 30)
+    assert (tmp_path / "kept").is_dir()
     assert app.settings == Settings(
         "q", hosts=frozenset({"localhost", "lily.lan", "::9", "a.lan"}), origins=frozenset({"https://a.example"}),
         key="s3cret", max_tokens=77, queue=17, request_timeout=9.5, template_args={"enable_thinking": False},
+        idle_unload=60,
     )  # fmt: skip
 
 
@@ -116,7 +121,7 @@ def test_of_all_addresses_one_is_written_at_which_it_answers(
 
 
 def test_logging_is_as_before_when_the_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = logging.getLogger("lily.server")
+    logger = logging.getLogger("lily")
     before = logger.level, logger.propagate, list(logger.handlers)
     served(["--log-level", "debug"], monkeypatch)
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
