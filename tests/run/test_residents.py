@@ -338,6 +338,19 @@ def test_what_saves_little_is_not_read_from_disk() -> None:
     assert len(list(taken.fetch())) == 1
 
 
+def test_a_long_conversation_is_not_read_from_disk_for_little() -> None:
+    """All of it would have to be read."""
+    pool, disk = with_disk()
+    disk.kept = [[1] * 9600]
+    for there, fetched in ((9000, False), (8999, True)):
+        (sequence,) = pool.sequences
+        sequence.tokens, sequence.points = [1] * there, {there: None}
+        taken = pool.take([1] * 9601, 9601)
+        assert taken is not None
+        assert bool(list(taken.fetch())) is fetched
+        pool.give_back(taken)
+
+
 def test_a_file_that_turns_out_to_be_damaged_is_a_cold_start() -> None:
     pool, disk = with_disk()
     disk.kept, disk.damaged = [LONG], True
