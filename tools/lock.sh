@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Writes requirements/base.txt (to build and run Lily) and requirements/dev.txt (to test it, too) from pyproject.toml:
+# Writes requirements/base.txt (to build and run Lily), requirements/dev.txt (to test it, too) and requirements/router.txt
+# (several servers behind a router; the tests of that are left out without it) from pyproject.toml:
 # versions and hashes for Linux and macOS and for every supported Python.  `sh tools/lock.sh --upgrade` takes the newest.
 # Usage, from the root of the checkout: sh tools/lock.sh [option of `uv pip compile`]...   PYTHON chooses the interpreter.
 set -eu
@@ -30,3 +31,4 @@ lock() {
 
 lock requirements/dev.txt --extra dev pyproject.toml "$work/build.in" "$@"
 lock requirements/base.txt --constraints requirements/dev.txt pyproject.toml "$work/build.in"
+lock requirements/router.txt --constraints requirements/dev.txt --group pyproject.toml:router

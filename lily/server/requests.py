@@ -82,6 +82,8 @@ class Request:
 def read_sampling(fields: Fields, model: Model) -> dict[str, Any]:
     """Keyword arguments of ``Engine.stream``; the engine checks their values."""
     sampling = {name: fields.given(name) for name in _SAME_NAMES}
+    if sampling["top_k"] == -1:  # so vLLM and SGLang, and what routes to them, say that there is no limit
+        sampling["top_k"] = 0
     sampling["ignore_eos"] = fields.flag("ignore_eos")
     sampling["logit_bias"] = _bias(fields, model)
     sampling["max_tokens"] = limit(fields, model, "max_completion_tokens", "max_tokens")

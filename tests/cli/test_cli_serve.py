@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import plistlib
 import signal
 import socket
 import subprocess
@@ -20,10 +21,11 @@ from unittest import mock
 from urllib.request import Request, urlopen
 
 import pytest
-from cli_harness import failure, lily_process, usage_error
+from cli_harness import address_of, failure, lily_process, usage_error
 from waiting import PATIENCE
 
 from lily.cli import run
+from lily.cli.serve import serve
 from lily.server import serving
 from lily.server.app import App
 from lily.server.settings import Settings
@@ -52,12 +54,9 @@ def served(args: list[str], monkeypatch: pytest.MonkeyPatch) -> App:
 @contextmanager
 def running(*args: str, **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The command in a process of its own, and the address that it writes."""
-    with lily_process(*TINY, *args, **options) as process:
-        try:
-            assert process.stdout is not None
-            yield process, process.stdout.readline().decode().strip()
-        finally:
-            process.kill()
+    process = lily_process(*TINY, *args, **options)
+    with address_of(process) as address:
+        yield process, address
 
 
 # ---- flags
@@ -175,6 +174,14 @@ def test_without_its_packages_it_says_how_to_install_them(capsys: pytest.Capture
         error = failure(TINY, capsys)
     assert "pip install '.[serve]'" in error
     assert error.count("\n") == 1
+
+
+def test_the_command_of_the_plist_in_the_documentation_is_one(repository: Path) -> None:
+    text = (repository / "docs/serving.md").read_text().partition("```xml\n")[2].partition("```")[0]
+    name, command, *arguments = plistlib.loads(text.encode())["ProgramArguments"]
+    assert (Path(name).name, command) == ("lily", "serve")
+    with serve.make_context("serve", arguments) as context:
+        assert context.params["idle_unload"] == 3600
 
 
 # ---- its life

@@ -180,6 +180,11 @@ def test_the_least_limit_counts(server: int | None, asked: dict[str, int], want:
     assert read_chat({"messages": HI, **asked}, model).sampling.get("max_tokens") == want
 
 
+def test_no_limit_may_be_said_as_other_servers_have_it() -> None:
+    got = [read_chat({"messages": HI, "top_k": given}, MODEL).sampling.get("top_k") for given in (-1, 0, 5, -2, None)]
+    assert got == [0, 0, 5, -2, None]  # the engine refuses what is left below 0
+
+
 def test_earlier_reasoning_is_kept_where_there_are_tools_and_the_template_can() -> None:
     def options(model: Model = MODEL, **fields: Any) -> Any:
         return read_chat({"messages": HI, **fields}, model).template_kwargs

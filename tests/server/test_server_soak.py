@@ -26,7 +26,7 @@ import httpx
 import pytest
 from answers import CHAT, Answer, check_refusal, received
 from asks import Ask, answers_alone, ask
-from cli_harness import python_process
+from cli_harness import address_of, python_process
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import HI, exchange, send
 from waiting import PATIENCE, until
@@ -53,12 +53,9 @@ _FLAGS = ["serve", "--device", "cpu", "-t", "1", "-c", "1024", "-n", "64", "--po
 @contextmanager
 def command() -> Iterator[tuple[int, int]]:
     """Process and port of a server."""
-    with python_process("-c", _COMMAND, *_FLAGS, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert process.stdout is not None
-            yield process.pid, int(process.stdout.readline().decode().strip().rpartition(":")[2])
-        finally:
-            process.kill()
+    process = python_process("-c", _COMMAND, *_FLAGS, stderr=subprocess.DEVNULL)
+    with address_of(process) as address:
+        yield process.pid, int(address.rpartition(":")[2])
 
 
 class Soak:

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,6 +32,17 @@ def python_process(*args: str, environment: Mapping[str, str] | None = None, **o
         return subprocess.Popen([sys.executable, *args], env={**kept, "TERM": "dumb", **(environment or {})}, **pipes)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def address_of(server: subprocess.Popen[bytes]) -> Iterator[str]:
+    """What a server writes when it listens; in the end it is killed."""
+    with server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().decode().strip()
+        finally:
+            server.kill()
 
 
 def usage_error(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:

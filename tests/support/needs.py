@@ -17,6 +17,10 @@ REAL_DATA = (
 )
 QEMU = "no qemu-aarch64, which runs the NEON kernels; remedy: apt-get install qemu-user"
 CHROMIUM = "no chromium with its driver, which shows the chat page; remedy: apt-get install chromium chromium-driver"
+ROUTER = (
+    "no sglang_router, which shares requests among servers; remedy: "
+    ".venv/bin/python -m pip install -r requirements/router.txt"
+)
 UNSHARE = "unshare is not permitted, which takes the network away; remedy: run the tests as root"
 
 
