@@ -6,6 +6,7 @@ Expected values: an engine that knows nothing else. Not handled: reuse within on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +120,28 @@ def test_a_prompt_between_the_tokens_of_a_reply(engine, sequences, alone):
         rest = whole(runner.start(first, known[at:], params(0), (), TOKENS - 3))
         got = [token.id for token in [*tokens, *read(rest)]]
         assert got == [token.id for token in alone[0][0]]
+
+
+def poison(runner: Runner, sequence: Sequence) -> None:
+    """NaN for all that the next chunk must write first: scratch memory, unused rows, the slot that is not current."""
+    used = len(sequence.tokens) * kv_row_bytes(sequence.config)
+    runner.recorder.buffers["scratch"].bytes[:] = 0xFF
+    sequence.buffers[f"state.{'BA'[sequence.slot]}"].bytes[:] = 0xFF
+    for layer, which in itertools.product(kv_layers(sequence.config), "kv"):
+        sequence.buffers[f"kv.{layer}.{which}"].bytes[used:] = 0xFF
+
+
+def test_what_nobody_has_written_decides_nothing(engine, sequences, alone):
+    runner = runner_of(engine)
+    for number, sequence in enumerate(sequences):
+        read(begin(runner, sequence, number))  # memory has its size now
+        sequence.reset()
+        tokens = prompt(number, LENGTHS[number])
+        poison(runner, sequence)
+        whole(runner.prefill(sequence, tokens[:16]))
+        poison(runner, sequence)
+        reply = whole(runner.start(sequence, tokens[16:], params(number), (), TOKENS))
+        assert (read(reply), state(sequence)) == alone[number]
 
 
 def test_released_memory_comes_back(engine):
