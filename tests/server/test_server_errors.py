@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from chats import STRICT, S
 from server_harness import HI, JSON, Running, events, gated, open_tiny, serving
 from waiting import until
 
@@ -285,6 +286,18 @@ def test_a_model_without_a_template_is_told_without_its_path(server: Running, en
         assert "has no chat template" in error["message"]
         assert folder not in error["message"]
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_what_the_template_refuses_is_a_wrong_request_in_its_words(server: Running, engine: Engine, path: str) -> None:
+    """As the real one, which wants a message of the user."""
+    strict = ChatTemplate("{% if enable_thinking %}{% endif %}" + STRICT)
+    with mock.patch.object(engine, "chat_template", strict):
+        for stream in (False, True):
+            body = {"input" if path == "/v1/responses" else "messages": [S], "max_tokens": 9, "stream": stream}
+            response = server.post(path, body)
+            assert response.status_code == 400
+            assert "No user query found in messages." in response.json()["error"]["message"]
 
 
 def test_no_body_whatever_it_holds_is_a_failure_of_the_server(server: Running) -> None:
