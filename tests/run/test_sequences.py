@@ -6,7 +6,6 @@ Expected values: an engine that knows nothing else. Not handled: reuse within on
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,11 +123,11 @@ def test_a_prompt_between_the_tokens_of_a_reply(engine, sequences, alone):
 
 def poison(runner: Runner, sequence: Sequence) -> None:
     """NaN for all that the next chunk must write first: scratch memory, unused rows, the slot that is not current."""
-    used = len(sequence.tokens) * kv_row_bytes(sequence.config)
-    runner.recorder.buffers["scratch"].bytes[:] = 0xFF
-    sequence.buffers[f"state.{'BA'[sequence.slot]}"].bytes[:] = 0xFF
-    for layer, which in itertools.product(kv_layers(sequence.config), "kv"):
-        sequence.buffers[f"kv.{layer}.{which}"].bytes[used:] = 0xFF
+    used = len(sequence.tokens) * sequence.kv_row_bytes
+    runner.recorder.buffers["scratch"].fill(0xFF)
+    sequence.buffers[f"state.{'BA'[sequence.slot]}"].fill(0xFF)
+    for buffer in sequence.kv.values():
+        buffer.write(np.full(buffer.nbytes - used, 0xFF, np.uint8), used)
 
 
 def test_what_nobody_has_written_decides_nothing(engine, sequences, alone):
