@@ -24,6 +24,7 @@ def test_a_request_that_fails_is_not_the_end_of_the_thread() -> None:
         for failure in (ZeroDivisionError, MemoryError, DeviceError):
             with mock.patch.object(Runner, "start", side_effect=failure):
                 assert server.chat(seed=1).status_code == 500
+            server.is_free()
             assert server.get("/health").json() == {"status": "ok", "requests": 0}
             assert server.chat(seed=1, max_tokens=4).json()["choices"] == want
 

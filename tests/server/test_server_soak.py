@@ -156,9 +156,10 @@ class Soak:
         await self._is_refused(one.path, json.dumps(body).encode(), {200, 400})  # some of them are right elsewhere
 
     async def reads_nothing(self, draw: random.Random) -> None:
-        """Of a reply that is longer than what lies between server and client, until the round is over."""
+        """Of replies that are much longer than what lies between server and client, until the round is over."""
         self.sent[CHAT] += 1
-        body = {"messages": HI, "stream": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 2}
+        body = {"messages": HI, "stream": True, "seed": 1, "n": 6, "ignore_eos": True, "logprobs": True}
+        body["top_logprobs"] = 20
         reader, writer = await send(self.port, CHAT, json.dumps(body).encode(), receive_buffer=4096)
         await reader.readuntil(b"\r\n\r\n")
         self.held.append(writer)
