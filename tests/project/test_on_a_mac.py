@@ -17,7 +17,7 @@ import pytest
 # Loaded before conftest.py; what looks at the system when it is imported must be imported first.
 PLUGIN = """
 import asyncio, ctypes, multiprocessing, os, platform, shutil, socket, subprocess, sys, tempfile
-import click, huggingface_hub, jinja2, ml_dtypes, numpy, safetensors.numpy, scipy.stats, setuptools, tokenizers
+import click, huggingface_hub, hypothesis, jinja2, ml_dtypes, numpy, safetensors.numpy, scipy.stats, setuptools, tokenizers
 from pathlib import Path
 from lily.device import kinds
 
