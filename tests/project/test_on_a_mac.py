@@ -17,7 +17,8 @@ import pytest
 # Loaded before conftest.py; what looks at the system when it is imported must be imported first.
 PLUGIN = """
 import asyncio, ctypes, multiprocessing, os, platform, shutil, socket, subprocess, sys, tempfile
-import click, huggingface_hub, hypothesis, jinja2, ml_dtypes, numpy, safetensors.numpy, scipy.stats, setuptools, tokenizers
+import click, huggingface_hub, hypothesis, jinja2, ml_dtypes, numpy, safetensors.numpy, scipy.stats, setuptools
+import tokenizers
 from pathlib import Path
 from lily.device import kinds
 
