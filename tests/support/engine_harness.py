@@ -127,7 +127,12 @@ def device_buffers() -> Iterator[list[Buffer]]:
     """Every device buffer that is made meanwhile."""
     made: list[Buffer] = []
     new = Device.buffer
-    with mock.patch.object(Device, "buffer", lambda device, nbytes: made.append(new(device, nbytes)) or made[-1]):
+
+    def noted(device: Device, nbytes: int, *, shared: bool = True) -> Buffer:
+        made.append(new(device, nbytes, shared=shared))
+        return made[-1]
+
+    with mock.patch.object(Device, "buffer", noted):
         yield made
 
 
