@@ -193,7 +193,12 @@ class App:
 
     def _check_running(self) -> None:
         if self.stopping or self._engines.ended:
-            raise _stopping()
+            raise self._over()
+
+    def _over(self) -> RequestError:
+        """No request is answered any more."""
+        why = STOPPING if self.stopping else "the engine has ended, and the server has to be started again"
+        return RequestError(503, f"{why}; send the request again later", code="stopping")
 
     # ---- replies
     async def _generate(self, dialect: Dialect, http: HttpRequest) -> ASGIApp:
@@ -218,7 +223,7 @@ class App:
                     self._metrics.failed(path, "gone" if relay.ended == GONE else "stalled")
                     return
                 over = relay.ended == STOPPING or self._engines.ended
-                failure = _stopping() if over else self.told(error, request.prompt_field)
+                failure = self._over() if over else self.told(error, request.prompt_field)
                 self.failed(path, failure)
                 await outgoing.fail(failure, reply if request.stream else None, scope, receive)
             else:
@@ -296,10 +301,6 @@ async def _watch(receive: Receive, relay: Relay) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     relay.cancel(GONE)
-
-
-def _stopping() -> RequestError:
-    return RequestError(503, f"{STOPPING}; send the request again later", code="stopping")
 
 
 def _figures(replies: list[Completion], seconds: float) -> str:
