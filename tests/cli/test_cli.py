@@ -26,7 +26,6 @@ from waiting import PATIENCE
 import lily
 from lily.cli import run
 from lily.device import kinds
-from lily.text.template import reply_start
 
 TEMPLATE_START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -164,10 +163,6 @@ def test_engine_flags_reach_the_engine(fake: type[Fake]) -> None:
 def test_the_prompt_is_put_into_the_chat_template(fake: type[Fake], flags: list[str], prompt: str) -> None:
     assert run(["generate", "-p", "Hi", "--quiet", *flags]) == 0
     assert fake.prompt == prompt
-
-
-def test_a_prefilled_reply_with_its_own_reasoning_stays_as_it_is() -> None:
-    assert reply_start("<|im_start|>assistant\n<think>\n", "Hm\n</think>\n\nYes") == "Hm\n</think>\n\nYes"
 
 
 def test_a_prompt_is_taken_literally_and_may_come_from_standard_input(

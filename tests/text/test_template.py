@@ -18,7 +18,7 @@ import pytest
 from chats import REAL, STRICT, A, S, T, U, call, embedded, needs_real, real
 
 from lily.errors import CheckpointError, InvalidRequestError, LilyWarning
-from lily.text.template import ChatTemplate, starts_in_reasoning
+from lily.text.template import ChatTemplate, reply_start, starts_in_reasoning
 from lily.text.tokenizer import Tokenizer
 
 # The real template.
@@ -321,3 +321,20 @@ def test_the_options_of_a_template_are_what_it_reads_beside_what_it_is_given() -
     template = ChatTemplate("{{ messages }}{{ tools }}{{ eos_token }}{% if enable_thinking %}{{ name }}{% endif %}")
     assert template.options == {"enable_thinking", "name"}
     assert ChatTemplate(None).options == frozenset()
+
+
+THINKING, ANSWERING = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "start"),
+    [
+        (ANSWERING, "Yes", "Yes"),
+        (THINKING, "Yes", "\n</think>\n\nYes"),
+        (THINKING, "<think>\nHm", "Hm"),
+        (THINKING, "Hm\n</think>\n\nYes", "Hm\n</think>\n\nYes"),
+        ("<|im_start|>assistant\n", "Yes", "Yes"),
+    ],
+)
+def test_a_given_beginning_of_the_answer_stands_behind_the_reasoning(prompt: str, reply: str, start: str) -> None:
+    assert reply_start(prompt, reply) == start
