@@ -75,7 +75,8 @@ def test_a_client_that_goes_is_counted_and_one_that_waits_is_seen(fresh: Engine)
 
 def test_a_request_that_runs_does_not_wait(fresh: Engine) -> None:
     with serving(fresh) as server, gated(in_prompt=True) as gate:
-        with server.connect("/v1/chat/completions", messages=HI):
+        # So long that the engine waits for its reader, and does not come to its end before that is looked at.
+        with server.connect("/v1/chat/completions", messages=HI, max_tokens=500, ignore_eos=True):
             until(lambda: gate.reached == 1, "the prompt is being read")
             got = samples(server)
             assert (got["lily_requests_in_progress",], got["lily_requests_waiting",]) == (1, 0)
