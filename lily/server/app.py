@@ -83,7 +83,7 @@ class App:
         self._model = Model.of(engine, settings)
         self._created = int(time.time())
         self._relays: set[Relay] = set()  # replies that the engine has not let go of
-        self._metrics = Metrics(self._slots_now, lambda: self.requests)
+        self._metrics = Metrics(self._slots_now, lambda: self.requests, lambda: self.waiting)
         self._app = Guards(self._router(), settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,6 +103,11 @@ class App:
     def requests(self) -> int:
         """How many requests run or wait."""
         return len(self._relays)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests the engine has not begun."""
+        return sum(relay.prompt is None for relay in tuple(self._relays))
 
     def stop(self) -> None:
         """Ends every reply and lets no new one begin."""

@@ -24,9 +24,14 @@ _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 
 
 class Metrics:
-    """Counts of one server. ``slots``: the conversations that are there. ``requests``: how many run or wait."""
+    """Counts of one server.
 
-    def __init__(self, slots: Callable[[], list[Slot]], requests: Callable[[], int]) -> None:
+    ``slots``: the conversations that are there. ``requests``: how many run or wait. ``waiting``: how many of them wait.
+    """
+
+    def __init__(
+        self, slots: Callable[[], list[Slot]], requests: Callable[[], int], waiting: Callable[[], int]
+    ) -> None:
         registry = self._registry = CollectorRegistry(auto_describe=True)
 
         def count(name: str, what: str, *labels: str) -> Counter:
@@ -50,8 +55,8 @@ class Metrics:
         )  # fmt: skip
         running = Gauge("lily_requests_in_progress", "Requests that run or wait.", registry=registry)
         running.set_function(requests)
-        waiting = Gauge("lily_requests_waiting", "Those of them that have no conversation yet.", registry=registry)
-        waiting.set_function(lambda: max(0, requests() - sum(slot.in_use for slot in slots())))
+        wait = Gauge("lily_requests_waiting", "Those of them that the engine has not begun.", registry=registry)
+        wait.set_function(waiting)
         held = Gauge("lily_conversations_bytes", "Memory of the conversations that are there.", registry=registry)
         held.set_function(lambda: sum(slot.nbytes for slot in slots()))
 
