@@ -114,18 +114,6 @@ def test_what_cannot_be_saved_or_loaded_is_told(cold, device, tmp_path):
             engine.load_cache(tmp_path / "a")
 
 
-@cpu_only("the same on every device")
-def test_another_instruction_set_is_another_device(cold, device, tmp_path, monkeypatch):
-    with small_engine() as engine:
-        engine.generate(A, max_tokens=20, **HOW)
-        engine.save_cache(tmp_path / "a")
-        if engine.info["device"]["isa"] == "portable":
-            pytest.skip("the portable path is the only one that was asked for")
-    monkeypatch.setenv("LILY_CPU", "portable")
-    with small_engine() as engine, pytest.raises(CacheError, match="another device"):
-        engine.load_cache(tmp_path / "a")
-
-
 def test_what_gave_way_is_read_from_disk(cold, device, tmp_path):
     """With one sequence each conversation takes the place of the other."""
     count = device.pick(12, 3)

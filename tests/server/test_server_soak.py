@@ -199,7 +199,7 @@ def wake_ups(pid: int) -> int:
 
 
 def sleeps(pid: int) -> bool:
-    """Whether no thread wakes for a second."""
+    """Whether no thread wakes for a second, which is what is to be seen and no time to wait for anything."""
     before = wake_ups(pid)
     time.sleep(1)
     return wake_ups(pid) == before
