@@ -34,7 +34,16 @@ from lily.kernels import MAX_SCORE_TOP
 from lily.plan.weights_map import map_weights
 from lily.policy import policy_for
 from lily.reply_text import ReplyText
-from lily.run.budget import SOME_LENGTH, Budget, plan_context, residents_bytes, sequence_bytes, sequences_for
+from lily.run.budget import (
+    DISK_BYTES,
+    SOME_LENGTH,
+    Budget,
+    CacheOptions,
+    plan_context,
+    residents_bytes,
+    sequence_bytes,
+    sequences_for,
+)
 from lily.run.chunks import cut, kept_points
 from lily.run.identity import identity
 from lily.run.points import Marks
@@ -58,10 +67,6 @@ if TYPE_CHECKING:
     from lily.session import Session
 
 MAX_THREADS = 256
-MAX_SEQUENCES = 64
-DISK_BYTES = 10 * 10**9
-"""For conversations on disk; of the 35B model eight of 45,000 tokens."""
-
 _PROMPTS = "a prompt is text or a list of token ids (whole numbers)"
 
 OnPrompt = Callable[[int, int], None]
@@ -106,7 +111,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self._closed = True  # until everything is there
         _check_options(max_context, threads)
-        self._cache = Cache.checked(sequences, cache_bytes, cache_dir, cache_disk_bytes)
+        self._cache = CacheOptions.checked(sequences, cache_bytes, cache_dir, cache_disk_bytes)
         name = choose_device(device)
         self._policy = policy_for(name, _ablations(ablate))
         self.model = resolve_model(None if model is None else str(model))
@@ -564,30 +569,6 @@ def _ablations(given: object) -> tuple[str, ...]:
     if not isinstance(names, Iterable):
         raise InvalidRequestError(f"ablate is {show(given)}; allowed: names of mechanisms")
     return tuple(names)
-
-
-@dataclass(frozen=True)
-class Cache:
-    """How many conversations stay, and in how many bytes on the device and on disk. None: what is usual."""
-
-    sequences: int | None
-    bytes: int | None
-    folder: Path | None
-    disk_bytes: int
-
-    @classmethod
-    def checked(cls, sequences: object, bytes: object, folder: str | Path | None, disk_bytes: object) -> Cache:
-        """InvalidRequestError: a value is not allowed."""
-        number = _whole("sequences", sequences, MAX_SEQUENCES)
-        at_most = _whole("cache_bytes", bytes, 1 << 62)
-        on_disk = _whole("cache_disk_bytes", disk_bytes, 1 << 62) or DISK_BYTES
-        return cls(number, at_most, None if folder is None else Path(folder).expanduser(), on_disk)
-
-
-def _whole(name: str, given: object, most: int) -> int | None:
-    if given is not None and (type(given) is not int or not 1 <= given <= most):
-        raise InvalidRequestError(f"{name} is {show(given)}; allowed: a whole number from 1 to {most}")
-    return given
 
 
 def _release(parts: ExitStack, device: Device) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _checked(context: click.Context, parameter: click.Parameter, file: str | None) -> Path | None:
     if file is None:
         return None
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     if path.is_dir() or not path.parent.is_dir():
         raise click.BadParameter(f"{file!r}: expected a file, which may be missing, in a folder that is there")
     return path

@@ -18,8 +18,8 @@ from lily.plan.weights_map import BYTES, WeightsMap, align
 from lily.policy import Policy
 
 SLOTTED = ("state", "step", "ids")  # buffers of which there are an A and a B
-# What all sequences share: nothing outlives a step in it, or a chunk in the residual stream.
-SHARED = ("hidden", "logits", "sampler", "residual")
+# What all sequences have in common: nothing outlives a step in it, or a chunk in the residual stream.
+COMMON = ("hidden", "logits", "sampler", "residual")
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ def _residual_bytes(config: ModelConfig, policy: Policy) -> int:
 
 def sequence_buffers(config: ModelConfig, policy: Policy, kv_tokens: int) -> dict[str, int]:
     """Those of ``step_buffers`` that belong to one sequence."""
-    return {name: size for name, size in step_buffers(config, policy, kv_tokens).items() if name not in SHARED}
+    return {name: size for name, size in step_buffers(config, policy, kv_tokens).items() if name not in COMMON}
 
 
-def shared_buffers(config: ModelConfig, policy: Policy) -> dict[str, int]:
-    """Those of ``step_buffers`` that sequences share."""
+def common_buffers(config: ModelConfig, policy: Policy) -> dict[str, int]:
+    """Those of ``step_buffers`` that sequences have in common."""
     sizes = step_buffers(config, policy, 0)
-    return {name: sizes[name] for name in SHARED}
+    return {name: sizes[name] for name in COMMON}
 
 
 @dataclass(frozen=True)

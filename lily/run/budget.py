@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from lily.checkpoint.config import ModelConfig
 from lily.device.device import Device
@@ -27,6 +29,35 @@ SOME_LENGTH = 32768
 
 LEAST_CONTEXT = 4096
 """Tokens; below this a context is as long as memory allows."""
+
+DISK_BYTES = 10 * 10**9
+"""For conversations on disk; of the 35B model eight of 45,000 tokens."""
+
+MAX_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How many conversations stay, and in how many bytes on the device and on disk. None: what is usual."""
+
+    sequences: int | None
+    bytes: int | None
+    folder: Path | None
+    disk_bytes: int
+
+    @classmethod
+    def checked(cls, sequences: object, bytes: object, folder: str | Path | None, disk_bytes: object) -> CacheOptions:
+        """InvalidRequestError: a value is not allowed."""
+        number = _whole("sequences", sequences, MAX_SEQUENCES)
+        at_most = _whole("cache_bytes", bytes, 1 << 62)
+        on_disk = _whole("cache_disk_bytes", disk_bytes, 1 << 62) or DISK_BYTES
+        return cls(number, at_most, None if folder is None else Path(os.path.expanduser(folder)), on_disk)
+
+
+def _whole(name: str, given: object, most: int) -> int | None:
+    if given is not None and (type(given) is not int or not 1 <= given <= most):
+        raise InvalidRequestError(f"{name} is {show(given)}; allowed: a whole number from 1 to {most}")
+    return given
 
 
 @dataclass(frozen=True)
@@ -53,7 +84,6 @@ def plan_context(
     """(tokens of the context, memory it needs) within ``budget``; ``max_context`` asks for so many tokens.
 
     pool: bytes for conversations, if it is not for the budget to say.
-
     Raises InvalidRequestError beyond the model's limit, and DeviceError with the sum if it cannot fit.
     """
     scratch = largest_scratch(config, policy, weights, max_context or config.max_position_embeddings)

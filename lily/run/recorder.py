@@ -16,7 +16,7 @@ from lily.device.device import CommandList, Device, free
 from lily.device.weights import Weights
 from lily.errors import DeviceError
 from lily.plan import Builder, Plan, decode_plan, prefill_plan, sample_plan
-from lily.plan.memory import shared_buffers
+from lily.plan.memory import common_buffers
 from lily.policy import Policy
 from lily.run.host_steps import record
 from lily.run.sequence import Sequence
@@ -47,8 +47,7 @@ class Recorder:
 
     def __init__(self, device: Device, config: ModelConfig, policy: Policy, weights: Weights) -> None:
         self.device, self.config, self.policy, self.weights = device, config, policy, weights
-        self._hidden = not policy.ablated("resident-routing")  # with it the host reads and writes scratch memory
-        self.buffers = device.buffers(shared_buffers(config, policy), shared=False)
+        self.buffers = device.buffers(common_buffers(config, policy), shared=False)
         self._plans: dict[Key, Plan] = {}
         self._recorded: dict[tuple[Sequence, Key], Pair] = {}
         self._dropped: list[CommandList] = []  # not free yet
@@ -94,7 +93,8 @@ class Recorder:
         if len(self._recorded) > MAX_RECORDED:
             self.forget()
         plans = [self._plan(key) for key in keys]
-        self.reserve("scratch", max(plan.scratch_bytes for plan in plans))
+        host = self.policy.ablated("resident-routing")  # the only plans in which the host has a part
+        self.reserve("scratch", max(plan.scratch_bytes for plan in plans), shared=host)
         for key, plan in zip(keys, plans, strict=True):
             if (sequence, key) not in self._recorded:
                 a = self._record(plan, sequence, 0)
@@ -149,17 +149,14 @@ class Recorder:
             self._plans.clear()
             sequence.grow(tokens)
 
-    def reserve(self, name: str, nbytes: int) -> None:
-        """Makes the buffer ``name`` at least ``nbytes`` large; its contents are lost and recorded lists dropped.
-
-        All but scratch memory is for the host to read and write.
-        """
+    def reserve(self, name: str, nbytes: int, *, shared: bool = True) -> None:
+        """Makes the buffer ``name`` at least ``nbytes`` large; its contents are lost and recorded lists dropped."""
         old = self.buffers.get(name)
         if old is None or old.nbytes < nbytes:
             self.forget()
             if old is not None:  # first out of the way: the two may not fit beside each other
                 self.buffers.pop(name).free()
-            self.buffers[name] = self.device.buffer(nbytes, shared=not (name == "scratch" and self._hidden))
+            self.buffers[name] = self.device.buffer(nbytes, shared=shared)
 
     def close(self) -> None:
         """Frees lists and buffers; nothing may be in flight."""

@@ -14,7 +14,6 @@ Not handled: which points of a sequence are kept (points.py); sharing memory bet
 from __future__ import annotations
 
 from collections import abc, deque
-from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ from lily.run.chunks import kept_points
 from lily.run.history import common_prefix
 from lily.run.points import Marks
 from lily.run.runner import Runner
-from lily.run.saved import Saved
+from lily.run.saved import Pieces, Saved
 from lily.run.sequence import Sequence
 from lily.run.shelf import Shelf
 
@@ -33,11 +32,7 @@ CHEAP = 512
 """Tokens that are read again as quickly as a sequence is copied."""
 
 _RESTORED = 16  # tokens that come from disk in the time in which one is read: about 60,000 a second, a fast GPU 4,000
-
 _REMEMBERED = 16  # sequences that had to give way, in order to say so
-
-
-Pieces = Generator[None, None, None]
 
 
 def _nothing() -> Pieces:
@@ -90,9 +85,8 @@ class Residents:
         self, runner: Runner, *, count: int, budget: int, max_context: int, marks: Marks,
         sequence_bytes: abc.Callable[[int, int], int], shelf: Shelf | None = None,
     ) -> None:  # fmt: skip
-        self._shelf = shelf
         self._runner, self._count, self._budget, self._bytes = runner, count, budget, sequence_bytes
-        self._max_context, self._marks = max_context, marks
+        self._max_context, self._marks, self._shelf = max_context, marks, shelf
         self._all: list[Resident] = [Resident(self._new())]
         self._gone: deque[list[int]] = deque(maxlen=_REMEMBERED)  # tokens of what had to give way
         self._uses = 0
@@ -128,9 +122,9 @@ class Residents:
         shared = {r: common_prefix(r.sequence.tokens, tokens) for r in self._all}
         points = {r: r.sequence.point(tokens, in_use=r.reserved > 0, shared=shared[r])[0] for r in self._all}
         best = max(self._all, key=lambda r: (points[r], not r.reserved, r.used))
-        from_disk = self._from_shelf(tokens, reserve, points[best])
-        if from_disk is not None:
-            return self._taken(from_disk[0], tokens, (*shared.values(), from_disk[1]))
+        chosen = self._from_shelf(tokens, reserve, shared.values(), points[best])
+        if chosen is not None:
+            return chosen
         goes_on = not best.reserved and self._goes_on(best, shared[best], points[best])
         source = best if points[best] else None
         # Where there is no memory for both, the one that shares most is gone on with all the same.
@@ -152,8 +146,10 @@ class Residents:
         chosen.used, chosen.turn, chosen.shared = self._uses, self._marks.turn(tokens), tuple(shared)
         return chosen
 
-    def _from_shelf(self, tokens: abc.Sequence[int], reserve: int, point: int) -> tuple[Resident, int] | None:
-        """(a sequence that is to be filled from disk, how many tokens the file shares with the prompt).
+    def _from_shelf(
+        self, tokens: abc.Sequence[int], reserve: int, shared: abc.Iterable[int], point: int
+    ) -> Resident | None:
+        """A sequence that is to be filled from disk.
 
         None if that saves little against the ``point`` tokens that are there, or if there is no sequence for it now.
         """
@@ -167,10 +163,10 @@ class Residents:
             return None
         self._gives_way(chosen)
         chosen.sequence.reset()
-        shared = common_prefix(saved.tokens, tokens)
-        chosen.reason = "hit" if position == saved.latest else self._reason(tokens, shared, position)
+        departs = common_prefix(saved.tokens, tokens)
+        chosen.reason = "hit" if position == saved.latest else self._reason(tokens, departs, position)
         chosen.fetch = partial(self._fetch, self._shelf, saved, chosen, position)
-        return chosen, shared
+        return self._taken(chosen, tokens, (*shared, departs))
 
     def _fetch(self, shelf: Shelf, saved: Saved, chosen: Resident, position: int) -> Pieces:
         with suppress(DeviceError):  # it is said where memory is needed

@@ -37,6 +37,9 @@ FORMAT = {"format": "lily-conversation", "version": "1"}
 PIECE = 4 << 20
 """Bytes that are read and checked together."""
 
+Pieces = Generator[None, None, None]
+"""Reads a file, and stops after every piece; closing it ends that."""
+
 _DIGEST = 32  # bytes
 _IDENTITY = "identity"
 _STATE = "state."
@@ -100,9 +103,7 @@ def read(path: Path, identity: Mapping[str, str], *, vocab: int) -> Saved:
         return Saved(path, tokens, tuple(points), file.nbytes)
 
 
-def restore(
-    saved: Saved, identity: Mapping[str, str], sequence: Sequence, position: int
-) -> Generator[None, None, None]:
+def restore(saved: Saved, identity: Mapping[str, str], sequence: Sequence, position: int) -> Pieces:
     """Makes ``sequence`` hold what was saved up to the point ``position``; stops after every piece.
 
     Its KV cache holds so many tokens already. CacheError: the file is gone or damaged. The sequence is empty then, and

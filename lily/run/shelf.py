@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
 from lily.errors import CacheError, LilyError
 from lily.private_files import make_private, remove_parts
-from lily.run import sequence as on_device
 from lily.run.history import common_prefix
 from lily.run.identity import key_of
-from lily.run.saved import Saved, file_bytes, read, restore, save
+from lily.run.saved import Pieces, Saved, file_bytes, read, restore, save
+from lily.run.sequence import Sequence
 
 LOG = logging.getLogger(__name__)
 LEAST = 512
@@ -48,7 +49,7 @@ class Shelf:
         self._mine = f"{_PREFIX}{key_of(identity)}-"
         self._known: dict[str, Saved | None] = {}  # by name; None: of no use
 
-    def match(self, tokens: Sequence[int]) -> tuple[Saved | None, int]:
+    def match(self, tokens: abc.Sequence[int]) -> tuple[Saved | None, int]:
         """What goes farthest along ``tokens``, and the position in it from which they go on."""
         best, farthest = None, 0
         for saved in self._files():
@@ -57,7 +58,7 @@ class Shelf:
                 best, farthest = saved, point
         return best, farthest
 
-    def restore(self, saved: Saved, sequence: on_device.Sequence, position: int) -> Generator[None, None, None]:
+    def restore(self, saved: Saved, sequence: Sequence, position: int) -> Pieces:
         """As ``saved.restore``, but for a file that is of no use any more: then the sequence is empty in the end."""
         try:
             yield from restore(saved, self._identity, sequence, position)
@@ -68,7 +69,7 @@ class Shelf:
             with suppress(OSError):
                 os.utime(saved.path)
 
-    def keep(self, sequence: on_device.Sequence) -> None:
+    def keep(self, sequence: Sequence) -> None:
         """Writes ``sequence``, of which nothing is in flight, unless it is there or is not worth it."""
         points = sequence.positions()
         length = max(points, default=0)

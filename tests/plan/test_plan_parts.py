@@ -11,7 +11,7 @@ from models import model_config
 
 from lily.checkpoint.config import ModelConfig
 from lily.plan import Builder, Plan, prefill_plan
-from lily.plan.memory import SHARED, shared_buffers
+from lily.plan.memory import COMMON, common_buffers
 from lily.policy import POLICIES, Policy
 
 SHORT = 512  # rows
@@ -40,7 +40,7 @@ def test_parts_leave_nothing_to_each_other_but_the_residual_stream(rows: int, to
             for argument, view in zip(dispatch.kernel.args, dispatch.views, strict=True):
                 if view.buffer == "scratch" and argument.writes:
                     written.add((view.offset, view.offset + view.nbytes))
-    shared = {name for name in SHARED if name != "residual"}
+    shared = {name for name in COMMON if name != "residual"}
     early = {view.buffer for part in parts[:-1] for dispatch in part.dispatches for view in dispatch.views}
     assert not {name for name in early if name in shared or name.startswith("score.")}
 
@@ -64,8 +64,8 @@ def test_short_prompts_go_in_one_part(name: str) -> None:
 
 
 def test_the_residual_stream_has_memory_of_its_own_where_chunks_go_in_parts() -> None:
-    assert shared_buffers(CONFIG, POLICIES["metal"])["residual"] == 2048 * CONFIG.hidden_size * 2
-    assert shared_buffers(CONFIG, POLICIES["cpu"])["residual"] == 0
+    assert common_buffers(CONFIG, POLICIES["metal"])["residual"] == 2048 * CONFIG.hidden_size * 2
+    assert common_buffers(CONFIG, POLICIES["cpu"])["residual"] == 0
     for rows in (8, 512, 1024, 2048):
         used = plan_for(POLICIES["metal"], rows, None).buffers.get("residual", 0)
         assert used == (rows * CONFIG.hidden_size * 2 if rows > SHORT else 0)
